@@ -1,0 +1,25 @@
+"""dsv4c: DeepSeek-V4 training with ``torch.compile``.
+
+The public names, loaded when they are first used, so that importing a part alone stays light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "ModelConfig": "dsv4c.config",
+    "DeepseekV4": "dsv4c.model.transformer",
+    "TrainStep": "dsv4c.train.step",
+    "compile_model": "dsv4c.compile.backend",
+}
+
+__all__ = ["DeepseekV4", "ModelConfig", "TrainStep", "compile_model"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dsv4c' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOME[name]), name)

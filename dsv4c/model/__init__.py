@@ -1,0 +1,1 @@
+"""The model in plain torch: one file per block of the paper."""

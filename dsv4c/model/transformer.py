@@ -1,0 +1,353 @@
+"""The model: embedding, decoder layers on n residual streams, head, and the losses of what it is trained for.
+
+Reads like sections 1 and 7 of the specification.  :class:`Block` is what is compiled, verified and lowered: layers of one
+kind share their code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from dsv4c.config import LayerKind, ModelConfig
+from dsv4c.errors import ConfigError, DataError
+from dsv4c.model import objectives
+from dsv4c.model.attention import Attention
+from dsv4c.model.hyper_connections import HyperConnection, HyperHead
+from dsv4c.model.layout import LayerLayout, Rows, layer_layout, rows
+from dsv4c.model.moe import MoE
+from dsv4c.model.norms import RMSNorm
+from dsv4c.model.objectives import IGNORED, Counts
+from dsv4c.model.precision import activation_dtype, linear_wide
+
+STAGES = ("dense", "indexer_warmup", "sparse")
+
+
+class BlockFacts(NamedTuple):
+    """What a layer reports beside its streams; None for what it does not have."""
+
+    indexer_kl: Tensor | None
+    captured_mass: Tensor | None
+    balance: Tensor | None
+    load: Tensor
+
+
+def _keep_choices(_ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Recompute everything but choices: a near-tie that falls the other way would change the shapes behind it (B45)."""
+    chooses = op in (torch.ops.aten.topk.default, torch.ops.dsv4.indexer_topk.default, torch.ops.aten.sort.stable)
+    return CheckpointPolicy.MUST_SAVE if chooses else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Block(nn.Module):
+    """One decoder layer: attention, then experts, each between a hyper-connection's pre and post."""
+
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
+        super().__init__()
+        self.recompute = False
+        eps, keep = config.rms_norm_eps, config.keep_fp32_parameters
+        self.hc_attn = HyperConnection(config)
+        self.attn_norm = RMSNorm(config.hidden_size, eps, keep)
+        self.attn = Attention(config, kind)
+        self.hc_ffn = HyperConnection(config)
+        self.ffn_norm = RMSNorm(config.hidden_size, eps, keep)
+        self.ffn = MoE(config, kind)
+
+    def forward(
+        self, streams: Tensor, token_ids: Tensor, at: LayerLayout, dense: bool, teach: bool
+    ) -> tuple[Tensor, BlockFacts]:
+        """streams [B,S,n,D] -> streams [B,S,n,D]."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(  # type: ignore[no-any-return]  # untyped in torch
+                self.body, streams, token_ids, at, dense, teach, use_reentrant=False, context_fn=_selective
+            )
+        return self.body(streams, token_ids, at, dense, teach)
+
+    def body(
+        self, streams: Tensor, token_ids: Tensor, at: LayerLayout, dense: bool, teach: bool
+    ) -> tuple[Tensor, BlockFacts]:
+        u, post, comb = self.hc_attn.pre(streams)
+        y, attention = self.attn(self.attn_norm(u), at, dense, teach)
+        streams = self.hc_attn.post(y, streams, post, comb)
+        u, post, comb = self.hc_ffn.pre(streams)
+        y, experts = self.ffn(self.ffn_norm(u), token_ids, at)
+        return self.hc_ffn.post(y, streams, post, comb), BlockFacts(*attention, *experts)
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_keep_choices)
+
+
+class MTPLayer(Block):
+    """The multi-token prediction layer: a block of its own on ``e_proj(E) + h_proj(X_j)`` for every stream j (section 7)."""
+
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
+        super().__init__(config, kind)
+        d, eps, keep = config.hidden_size, config.rms_norm_eps, config.keep_fp32_parameters
+        self.e_proj = nn.Linear(d, d, bias=False)
+        self.h_proj = nn.Linear(d, d, bias=False)
+        self.enorm = RMSNorm(d, eps, keep)
+        self.hnorm = RMSNorm(d, eps, keep)
+        self.norm = RMSNorm(d, eps, keep)
+        self.hc_head = HyperHead(config)
+
+    def combine(self, streams: Tensor, next_embedding: Tensor) -> Tensor:
+        """streams [B,S,n,D] of position t with the embedding [B,S,D] of token t+1."""
+        return self.e_proj(self.enorm(next_embedding))[:, :, None] + self.h_proj(self.hnorm(streams))  # type: ignore[no-any-return]  # nn.Module
+
+    def predict(
+        self, streams: Tensor, next_embedding: Tensor, next_ids: Tensor, at: LayerLayout
+    ) -> tuple[Tensor, BlockFacts]:
+        return Block.forward(self, self.combine(streams, next_embedding), next_ids, at, False, False)
+
+
+def output_logits(hc_head: HyperHead, norm: RMSNorm, head: nn.Linear, streams: Tensor) -> Tensor:
+    """``float(RMS_w(HChead(X))) float(head)^T`` [B,S,V] in fp32."""
+    return linear_wide(norm(hc_head(streams)), head.weight)
+
+
+def output_loss(hc_head: HyperHead, norm: RMSNorm, head: nn.Linear, streams: Tensor, targets: Tensor) -> Tensor:
+    """Sum over targets of the cross-entropy, in fp32."""
+    logits = output_logits(hc_head, norm, head, streams)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@dataclass
+class ModelOutput:
+    """What a forward returns.
+
+    ``losses``: one fp32 scalar per objective that is on, coefficient included; the training loss is their sum.
+    ``metrics``: detached; ``mtp`` and ``indexer_kl`` without their coefficients, ``seq_balance`` (mean over learned
+    routers, coefficient included), ``captured_mass``, ``expert_load`` [layers,E].
+    ``logits`` [B,S,V] fp32, only without targets.
+    """
+
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    logits: Tensor | None = None
+
+
+class DeepseekV4(nn.Module):
+    """A DeepSeek-V4 model of ``config`` on the default device (``torch.device("meta")`` works)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stage = "sparse"
+        kinds = config.layer_kinds
+        depth = config.num_hidden_layers
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, kind) for kind in kinds[:depth])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.keep_fp32_parameters)
+        self.hc_head = HyperHead(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.mtp = nn.ModuleList(MTPLayer(config, kind) for kind in kinds[depth:])
+        self.output_loss = output_loss
+        self.reset_parameters()
+        self.set_stage("sparse")
+
+    def reset_parameters(self) -> None:
+        """Initialise as for training from scratch (specification, sections 1.4, 3, 4, 6)."""
+        std = self.config.initializer_range
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=std)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif module is not self and (reset := getattr(module, "reset_parameters", None)):
+                takes_std = reset.__code__.co_argcount == 2
+                reset(std) if takes_std else reset()
+
+    def set_stage(self, stage: str) -> None:
+        """Choose what is trained: ``dense`` (all entries visible, no indexer), ``indexer_warmup`` (all entries visible,
+        only the indexer trains), ``sparse`` (the indexer selects, everything trains).
+
+        The indexer is frozen while its objective is off: nothing else could give it a gradient.
+        """
+        if stage not in STAGES:
+            raise ConfigError(f"there is no training stage {stage!r}", allowed=", ".join(STAGES), do="choose one of these")
+        if stage == "indexer_warmup" and not self.config.trains_indexer:
+            raise ConfigError(
+                "the indexer warm-up has nothing to train: indexer_kl_coef is 0", where="stage indexer_warmup",
+                allowed="indexer_kl_coef > 0", do="set indexer_kl_coef, or leave the stage out",
+            )  # fmt: skip
+        self.stage = stage
+        for name, parameter in self.named_parameters():
+            indexer = ".indexer." in name
+            on = self.config.trains_indexer and stage != "dense" if indexer else stage != "indexer_warmup"
+            parameter.requires_grad_(on)
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """The objectives that are on in this stage."""
+        return tuple(n for n in self.config.objectives if n != "indexer_kl" or self.stage != "dense")
+
+    def set_recompute(self, layers: str | Iterable[int]) -> None:
+        """Recompute activations in the backward pass: ``"off"``, ``"all"``, or the indices of decoder layers."""
+        chosen = {"off": set(), "all": set(range(len(self.layers)))}.get(layers) if isinstance(layers, str) else set(layers)
+        if chosen is None or not chosen <= set(range(len(self.layers))):
+            raise ConfigError(
+                f"activation checkpointing of {layers!r}", allowed=f"off, all, or layer indices 0..{len(self.layers) - 1}",
+                do="correct the list",
+            )  # fmt: skip
+        for i, layer in enumerate(self.layers):
+            layer.recompute = i in chosen
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        targets: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        counts: Counts | None = None,
+        **other: Any,
+    ) -> ModelOutput:
+        """Losses and metrics for ``targets``, or logits without them.
+
+        input_ids [B,S] int64; targets [B,S], ``targets[t]`` the token to predict at position t, already shifted, -100
+        ignored; document_ids [B,S]: runs of one id are documents that do not see each other; padding_mask [B,S] bool,
+        True for real tokens; position_ids [B,S] for the rotary embedding (default: within the document).  ``counts``: what
+        the losses are divided by, where this is one micro-batch of several (default: counted here).
+        """
+        ids = _checked_inputs(self.config, input_ids, targets, document_ids, padding_mask, position_ids, other)
+        at = rows(ids, document_ids, padding_mask, position_ids)
+        layouts = {m: layer_layout(at, self.config, m) for m in sorted(set(self.config.compress_ratios))}
+        dense, teach = self.stage != "sparse", targets is not None and self.stage != "dense"
+
+        embedded = self.embed(ids)
+        streams = embedded.to(activation_dtype(embedded))[:, :, None].expand(-1, -1, self.config.hc_mult, -1).contiguous()
+        facts: list[BlockFacts] = []
+        for layer, kind in zip(self.layers, self.config.layer_kinds, strict=False):
+            streams, fact = layer(streams, ids, layouts[kind.ratio], dense, teach)
+            facts.append(fact)
+        if targets is None:
+            return ModelOutput(logits=output_logits(self.hc_head, self.norm, self.head, streams))
+
+        n = counts or Counts(*(objectives.over_batch(c) for c in objectives.count(targets, at)))
+        sums = {"lm": self.output_loss(self.hc_head, self.norm, self.head, streams, objectives.lm_targets(targets, at))}
+        mtp_facts: list[BlockFacts] = []
+        if self.config.predicts_two_ahead:
+            sums["mtp"], mtp_facts = self._predict_two_ahead(ids, targets, streams, at, layouts[0])
+        return self._output(sums, facts, mtp_facts, n)
+
+    def _predict_two_ahead(
+        self, ids: Tensor, targets: Tensor, streams: Tensor, at: Rows, layout: LayerLayout
+    ) -> tuple[Tensor, list[BlockFacts]]:
+        """Sum of the MTP layer's cross-entropies, and what the layer reports."""
+        (layer,) = self.mtp
+        next_ids = objectives.shifted(ids, 0)
+        next_embedding = self.embed(next_ids).to(streams.dtype)
+        layout = layout._replace(real=objectives.has_next(at))
+        streams, fact = layer.predict(streams, next_embedding, next_ids, layout)
+        wanted = objectives.mtp_targets(targets, at)
+        return self.output_loss(layer.hc_head, layer.norm, self.head, streams, wanted), [fact]
+
+    def _output(
+        self, sums: dict[str, Tensor], facts: list[BlockFacts], mtp_facts: list[BlockFacts], n: Counts
+    ) -> ModelOutput:
+        """Means and coefficients: sums of a micro-batch over counts of the whole batch."""
+        c = self.config
+        losses = {"lm": objectives.mean(sums["lm"], n.lm)}
+        metrics: dict[str, Tensor] = {}
+        if "mtp" in sums:
+            mtp = objectives.mean(sums["mtp"], n.mtp)
+            losses["mtp"], metrics["mtp"] = mtp * (c.mtp_loss_coef / c.num_nextn_predict_layers), mtp.detach()
+        if c.balances_routing:
+            pairs = [(f.balance, n.documents) for f in facts] + [(f.balance, n.mtp_documents) for f in mtp_facts]
+            terms = torch.stack([objectives.mean(b, m) for b, m in pairs if b is not None]) * c.seq_balance_loss_coef
+            losses["seq_balance"], metrics["seq_balance"] = terms.sum(), terms.detach().mean()
+        kl = [f.indexer_kl for f in facts if f.indexer_kl is not None]
+        if kl:
+            total = objectives.mean(torch.stack(kl).sum(), n.queries)
+            losses["indexer_kl"], metrics["indexer_kl"] = total * c.indexer_kl_coef, total.detach()
+        captured = [f.captured_mass for f in facts if f.captured_mass is not None]
+        if captured:
+            metrics["captured_mass"] = torch.stack(captured).mean()
+        metrics["expert_load"] = torch.stack([f.load for f in (*facts, *mtp_facts)]).detach()
+        return ModelOutput(losses, metrics)
+
+    @torch.no_grad()
+    def update_router_bias(self, load: Tensor) -> None:
+        """``bias_e += rate sign(mean load - load_e)`` in every learned router; once per optimiser step.
+
+        load [layers,E]: real tokens of the whole batch sent to each expert, as in ``metrics["expert_load"]``.  Hash layers
+        have no bias and are passed over; forced routing says nothing about the router, so then nothing changes.
+        """
+        if self.config.force_balanced_routing:
+            return
+        for layer, row in zip((*self.layers, *self.mtp), load, strict=False):
+            gate = layer.ffn.gate
+            if not gate.hashed:
+                gate.bias += self.config.router_bias_update_rate * torch.sign(row.mean() - row).to(gate.bias.dtype)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> DeepseekV4:
+        """Read safetensors in the Hugging Face or released layout, ``config.json`` beside them."""
+        from dsv4c.weights import from_pretrained
+
+        return from_pretrained(folder, **options)
+
+    def save_pretrained(self, folder: str | Path, layout: str = "hf", **options: Any) -> None:
+        """Write safetensors and ``config.json`` in the ``"hf"`` or ``"released"`` layout."""
+        from dsv4c.weights import save_pretrained
+
+        save_pretrained(self, folder, layout=layout, **options)
+
+
+def _checked_inputs(
+    config: ModelConfig, input_ids: Tensor | None, targets: Tensor | None, document_ids: Tensor | None,
+    padding_mask: Tensor | None, position_ids: Tensor | None, other: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """The ids, after refusing what cannot be meant."""
+    if "labels" in other:
+        raise DataError(
+            "labels is not an argument: Hugging Face labels are unshifted", where="DeepseekV4.forward",
+            allowed="targets: targets[t] is the token to predict at position t, already shifted, -100 ignored",
+            do="pass targets = labels shifted one position to the left, with -100 at the end",
+        )  # fmt: skip
+    if other or input_ids is None:
+        raise DataError(
+            f"unknown argument {next(iter(other))!r}" if other else "input_ids is missing", where="DeepseekV4.forward",
+            allowed="input_ids, targets, document_ids, padding_mask, position_ids, counts",
+            do="pass input_ids [B,S]: hash routers choose experts by token id, embeddings alone cannot be routed",
+        )  # fmt: skip
+    if input_ids.dim() != 2 or input_ids.shape[1] < 1 or input_ids.dtype not in (torch.int32, torch.int64):
+        raise DataError(
+            f"input_ids is {input_ids.dtype} {list(input_ids.shape)}", where="DeepseekV4.forward",
+            allowed="int64 [B,S] with S >= 1", do="pass a batch of token ids",
+        )  # fmt: skip
+    named = {"targets": targets, "document_ids": document_ids, "padding_mask": padding_mask, "position_ids": position_ids}
+    for name, value in named.items():
+        if value is not None and value.shape != input_ids.shape:
+            raise DataError(
+                f"{name} is {list(value.shape)} for input_ids {list(input_ids.shape)}", where=f"DeepseekV4.forward, {name}",
+                allowed="the shape of input_ids", do="pass one value per token",
+            )  # fmt: skip
+    if padding_mask is not None and padding_mask.dtype != torch.bool:
+        raise DataError(
+            f"padding_mask is {padding_mask.dtype}", where="DeepseekV4.forward, padding_mask",
+            allowed="bool, True for real tokens", do="pass mask.bool(), not an additive mask",
+        )  # fmt: skip
+    if input_ids.shape[1] > config.max_position_embeddings:
+        raise DataError(
+            f"{input_ids.shape[1]} tokens in a row", where="DeepseekV4.forward, input_ids",
+            allowed=f"at most max_position_embeddings = {config.max_position_embeddings}", do="use shorter rows",
+        )  # fmt: skip
+    # Reading values is free on a CPU and would stall an accelerator; the loader has checked them there.
+    if input_ids.device.type == "cpu" and not torch.compiler.is_compiling() and input_ids.numel():
+        low, high = (int(v) for v in input_ids.aminmax())
+        if low < 0 or high >= config.vocab_size:
+            raise DataError(
+                f"token id {low if low < 0 else high}", where="DeepseekV4.forward, input_ids",
+                allowed=f"0 to {config.vocab_size - 1} (vocab_size {config.vocab_size})",
+                do="use the tokenizer that the model was made for",
+            )  # fmt: skip
+    return input_ids.long()

@@ -1,0 +1,61 @@
+"""The operators that the model calls: ``torch.ops.dsv4.NAME``.
+
+One file per operator holds its schema, fake, backward and CPU kernel; :mod:`dsv4c.ops.reference` holds the formula again in
+plain torch.  An operator is functional (nothing is mutated, no output aliases an input), takes tensors of any strides and
+returns contiguous ones, and computes in fp32, or fp64 where its inputs are fp64.
+
+==================== =======================================================================================
+``sparse_attention`` window, selected entries and sink in one softmax; output and log-sum-exp
+``indexer_topk``     scores of the visible entries and the best K of them; never a [B,S,Hi,P] tensor
+``indexer_kl_target`` the teacher of the indexer over the selected entries; no gradient
+``sinkhorn``         20 normalisations of the n x n residual mixing matrix
+``grouped_mm``       one matrix product per expert over rows sorted by expert
+==================== =======================================================================================
+
+``DSV4_OPS=reference`` in the environment, or :func:`use_reference`, makes the model run on the references instead: they are
+plain differentiable torch, so ``torch.func`` and double precision go through them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dsv4c.ops import reference
+from dsv4c.ops import grouped_mm as _grouped_mm
+from dsv4c.ops import indexer_kl_target as _indexer_kl_target
+from dsv4c.ops import indexer_topk as _indexer_topk
+from dsv4c.ops import sinkhorn as _sinkhorn
+from dsv4c.ops import sparse_attention as _sparse_attention
+
+_on_reference = os.environ.get("DSV4_OPS", "") == "reference"
+
+
+@contextmanager
+def use_reference() -> Iterator[None]:
+    """Run the model on the references inside this block."""
+    global _on_reference
+    before, _on_reference = _on_reference, True
+    try:
+        yield
+    finally:
+        _on_reference = before
+
+
+def _either(operator: Callable[..., Any], formula: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return formula(*args) if _on_reference else operator(*args)
+
+    call.__doc__ = operator.__doc__
+    return call
+
+
+sparse_attention = _either(_sparse_attention.sparse_attention, reference.sparse_attention)
+indexer_topk = _either(_indexer_topk.indexer_topk, reference.indexer_topk)
+indexer_kl_target = _either(_indexer_kl_target.indexer_kl_target, reference.indexer_kl_target)
+sinkhorn = _either(_sinkhorn.sinkhorn, reference.sinkhorn)
+grouped_mm = _either(_grouped_mm.grouped_mm, reference.grouped_mm)
+
+__all__ = ["grouped_mm", "indexer_kl_target", "indexer_topk", "sinkhorn", "sparse_attention", "use_reference"]

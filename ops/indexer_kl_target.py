@@ -1,0 +1,47 @@
+"""``dsv4::indexer_kl_target``: what the indexer is taught (specification, section 5.1).
+
+Works through blocks of queries with the head sum inside: no [B,H,S,K] and no [B,S,K,c] tensor exists.  It has no gradient:
+the teacher is a constant of the distillation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4c.ops.visibility import NOWHERE, accumulator, complete_windows, query_blocks, selected_mask
+
+
+@torch.library.custom_op("dsv4::indexer_kl_target", mutates_args=())
+def indexer_kl_target(q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | None, scale: float, ratio: int) -> Tensor:
+    """The attention that the main heads pay to the selected entries, summed over heads and normalised over entries.
+
+    ``z_thp = scale <q_th, entry_p>``; with lse (the joint softmax over window, entries and sink, target B):
+    ``T_tp ~ sum_h e^(z_thp - lse_th)``; without (target A): ``T_tp ~ sum_h softmax_p(z_thp)``, p over the selected.
+
+    Shapes: q [B,S,H,c], entries [B,P,c], ids [B,S,K] int64 with -1 for none, lse [B,S,H] or None; ratio: tokens per entry.
+    Returns T [B,S,K] fp32 (fp64 for fp64 inputs): rows sum to 1, a row without entries is zero.
+    """
+    acc = accumulator(q, entries)
+    batch, n_tokens, heads, width = q.shape
+    target = torch.zeros(ids.shape, dtype=acc, device=q.device)
+    for first, last in query_blocks(n_tokens, heads):
+        n = complete_windows(last, ratio, entries.shape[1])
+        if n == 0:
+            continue
+        queries = q[:, first:last].to(acc).reshape(batch, -1, width) * scale
+        z = torch.bmm(queries, entries[:, :n].to(acc).mT).view(batch, last - first, heads, n)
+        chosen = ids[:, first:last]
+        z.masked_fill_(~selected_mask(chosen.clamp(max=n), n)[:, :, None, :], NOWHERE)
+        # A row without entries has no finite logit; zero in place of its -inf maximum keeps NaN out.
+        scale_row = z.logsumexp(-1).nan_to_num(neginf=0.0) if lse is None else lse[:, first:last].to(acc)
+        mass = z.sub_(scale_row[..., None]).exp_().sum(2)
+        mass /= mass.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        picked = mass.gather(-1, chosen.clamp(0, n - 1))
+        target[:, first:last] = picked.masked_fill(chosen < 0, 0.0)
+    return target
+
+
+@indexer_kl_target.register_fake
+def _(q, entries, ids, lse, scale, ratio):  # type: ignore[no-untyped-def]  # schema above
+    return torch.empty(ids.shape, dtype=accumulator(q, entries), device=q.device)
