@@ -5,6 +5,7 @@ plain torch.  An operator is functional (nothing is mutated, no output aliases a
 returns contiguous ones, and computes in fp32, or fp64 where its inputs are fp64.
 
 ==================== =======================================================================================
+``rope``             partial interleaved rotation of the last channels, and back
 ``sparse_attention`` window, selected entries and sink in one softmax; output and log-sum-exp
 ``indexer_topk``     scores of the visible entries and the best K of them; never a [B,S,Hi,P] tensor
 ``indexer_kl_target`` the teacher of the indexer over the selected entries; no gradient
@@ -27,6 +28,7 @@ from dsv4c.ops import reference
 from dsv4c.ops import grouped_mm as _grouped_mm
 from dsv4c.ops import indexer_kl_target as _indexer_kl_target
 from dsv4c.ops import indexer_topk as _indexer_topk
+from dsv4c.ops import rope as _rope
 from dsv4c.ops import sinkhorn as _sinkhorn
 from dsv4c.ops import sparse_attention as _sparse_attention
 
@@ -52,10 +54,11 @@ def _either(operator: Callable[..., Any], formula: Callable[..., Any]) -> Callab
     return call
 
 
+rope = _either(_rope.rope, reference.rope)
 sparse_attention = _either(_sparse_attention.sparse_attention, reference.sparse_attention)
 indexer_topk = _either(_indexer_topk.indexer_topk, reference.indexer_topk)
 indexer_kl_target = _either(_indexer_kl_target.indexer_kl_target, reference.indexer_kl_target)
 sinkhorn = _either(_sinkhorn.sinkhorn, reference.sinkhorn)
 grouped_mm = _either(_grouped_mm.grouped_mm, reference.grouped_mm)
 
-__all__ = ["grouped_mm", "indexer_kl_target", "indexer_topk", "sinkhorn", "sparse_attention", "use_reference"]
+__all__ = ["grouped_mm", "indexer_kl_target", "indexer_topk", "rope", "sinkhorn", "sparse_attention", "use_reference"]

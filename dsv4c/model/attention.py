@@ -82,14 +82,14 @@ class Attention(KeepsFp32):
 
     def project(self, o: Tensor, at: LayerLayout) -> Tensor:
         """Rotate the output back to its query's position, then project it by groups of heads."""
-        o = rotate(o, at.cos[:, :, None], at.sin[:, :, None], inverse=True)
+        o = rotate(o, at.cos, at.sin, inverse=True)
         return self.wo_b(self.wo_a(o.flatten(2).unflatten(2, (self.groups, -1))))  # type: ignore[no-any-return]  # nn.Module
 
     def forward(self, x: Tensor, at: LayerLayout, dense: bool, teach: bool) -> tuple[Tensor, AttentionFacts]:
         """``dense``: attend to every visible entry; ``teach``: form the indexer's loss and watch its choice."""
         query_latent = self.q_norm(self.wq_a(x))
         q = rms(self.wq_b(query_latent).unflatten(-1, (self.heads, self.width)), self.eps).to(x.dtype)
-        q = rotate(q, at.cos[:, :, None], at.sin[:, :, None])
+        q = rotate(q, at.cos, at.sin)
         kv = self.latent(self.kv_norm(self.wkv(x)), at.cos, at.sin)
         if self.compressor is None:
             entries = kv[:, :0]

@@ -57,7 +57,7 @@ class Indexer(nn.Module):
         x, query_latent = x.detach(), query_latent.detach()
         narrow, round_qk = QUANTIZE[self.proj_precision], QUANTIZE[self.qk_precision]
         q = F.linear(narrow(query_latent), narrow(self.wq_b.weight)).unflatten(-1, (self.heads, self.width))
-        q = rotate(q, at.cos[:, :, None], at.sin[:, :, None])
+        q = rotate(q, at.cos, at.sin)
         k = rotate(self.compressor(x, at), at.entry_cos, at.entry_sin)
         if self.rotates:
             q, k = hadamard(q), hadamard(k)

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from dsv4c import ops
 from dsv4c.config import ModelConfig
-from dsv4c.model.precision import wide
 
 
 def inverse_frequencies(config: ModelConfig, ratio: int, device: torch.device | None = None) -> Tensor:
@@ -46,15 +46,5 @@ def tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotate the last r channels of x by the angles of its positions, or back.
-
-    x [...,c] with cos, sin [...,r/2] of the same leading axes (broadcast); computed in fp32, returned in x's dtype.
-    The inverse is the transpose: the same with -sin.
-    """
-    r = 2 * cos.shape[-1]
-    plain, turned = x[..., : x.shape[-1] - r], wide(x[..., x.shape[-1] - r :])
-    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
-    if inverse:
-        sin = -sin
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    return torch.cat((plain, turned.to(x.dtype)), -1)
+    """Rotate the last r channels of x [B,S,c] or [B,S,H,c] by cos, sin [B,S,r/2], or back, in fp32; x's dtype returned."""
+    return ops.rope(x, cos, sin, inverse)  # type: ignore[no-any-return]  # dispatched

@@ -1,0 +1,1 @@
+"""Putting the model through ``torch.compile``."""
