@@ -1,7 +1,7 @@
 """What a model is: its sizes, its layer schedule, and the coefficients of its objectives.
 
-First thing in the way of the data: everything else reads a :class:`ModelConfig` and nothing changes one.  Field names are
-those of the Hugging Face layout where it has one.  The two published JSON layouts are read in
+First thing in the way of the data: everything else reads a :class:`ModelConfig` and nothing changes one. Field names
+are those of the Hugging Face layout where it has one. The two published JSON layouts are read in
 :mod:`dsv4c.config_layouts`, the named sizes are data in :mod:`dsv4c.presets`.
 """
 
@@ -47,9 +47,9 @@ def _setting(default: Any, low: float | None = None, high: float | None = None, 
 class ModelConfig:
     """A DeepSeek-V4 model and the objectives it is trained for.
 
-    Sizes carry the letters of the specification in their comments.  Instances are immutable: :meth:`replace` gives a
-    changed, validated copy.  Raises :class:`dsv4c.errors.ConfigError` for a value of the wrong type or range, or for values
-    that contradict each other.
+    Sizes carry the letters of the specification in their comments. Instances are immutable: :meth:`replace` gives a
+    changed, validated copy. Raises :class:`dsv4c.errors.ConfigError` for a value of the wrong type or range, or for
+    values that contradict each other.
     """
 
     vocab_size: int = _size()  # V
@@ -259,8 +259,8 @@ def _check_schedule(c: ModelConfig) -> None:
             )
     if c.hca_ratio == 4:
         raise ConfigError(
-            "hca_ratio is 4, the ratio of CSA layers", where="ModelConfig.hca_ratio", allowed="any whole number from 2 but 4",
-            do="a ratio of 4 means CSA: overlapping windows and an indexer",
+            "hca_ratio is 4, the ratio of CSA layers", where="ModelConfig.hca_ratio",
+            allowed="any whole number from 2 but 4", do="a ratio of 4 means CSA: overlapping windows and an indexer",
         )  # fmt: skip
     for i in range(c.num_hidden_layers, expected):
         if c.compress_ratios[i] != 0:
@@ -270,8 +270,9 @@ def _check_schedule(c: ModelConfig) -> None:
             )  # fmt: skip
     if c.num_hash_layers > c.num_hidden_layers:
         raise ConfigError(
-            f"num_hash_layers is {c.num_hash_layers} for {c.num_hidden_layers} layers", where="ModelConfig.num_hash_layers",
-            allowed=f"0 to {c.num_hidden_layers}", do="hash routers are in the first layers",
+            f"num_hash_layers is {c.num_hash_layers} for {c.num_hidden_layers} layers",
+            where="ModelConfig.num_hash_layers", allowed=f"0 to {c.num_hidden_layers}",
+            do="hash routers are in the first layers",
         )  # fmt: skip
 
 

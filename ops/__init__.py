@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dsv4c.ops import reference
 from dsv4c.ops import grouped_mm as _grouped_mm
 from dsv4c.ops import indexer_kl_target as _indexer_kl_target
 from dsv4c.ops import indexer_topk as _indexer_topk
+from dsv4c.ops import reference
 from dsv4c.ops import rope as _rope
 from dsv4c.ops import sinkhorn as _sinkhorn
 from dsv4c.ops import sparse_attention as _sparse_attention

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsv4c.errors import ConfigError
-from dsv4c.model.transformer import DeepseekV4, output_loss
+from dsv4c.model.transformer import DeepseekV4, MTPLayer, output_loss
 from dsv4c.torch_compat import allow_recompiles
 
 REFUSED = {"fullgraph": "regions are always compiled whole: a graph break would hide part of the model from every pass"}
@@ -28,8 +28,9 @@ def compile_model(model: DeepseekV4, *, regional: bool = True, **options: Any) -
     for name, why in REFUSED.items():
         if name in options:
             raise ConfigError(
-                f"{name} cannot be set", where="compile_model", allowed="mode, dynamic, backend, options", do=f"leave it out: {why}"
-            )
+                f"{name} cannot be set", where="compile_model", allowed="mode, dynamic, backend, options",
+                do=f"leave it out: {why}",
+            )  # fmt: skip
     allow_recompiles()
     if not regional:
         model.compile(fullgraph=True, **options)
@@ -37,6 +38,7 @@ def compile_model(model: DeepseekV4, *, regional: bool = True, **options: Any) -
     for layer in model.layers:
         layer.compile(fullgraph=True, **options)
     for layer in model.mtp:
+        assert isinstance(layer, MTPLayer)
         layer.predict = torch.compile(layer.predict, fullgraph=True, **options)
     model.output_loss = torch.compile(output_loss, fullgraph=True, **options)
     return model

@@ -83,7 +83,7 @@ class Attention(KeepsFp32):
     def project(self, o: Tensor, at: LayerLayout) -> Tensor:
         """Rotate the output back to its query's position, then project it by groups of heads."""
         o = rotate(o, at.cos, at.sin, inverse=True)
-        return self.wo_b(self.wo_a(o.flatten(2).unflatten(2, (self.groups, -1))))  # type: ignore[no-any-return]  # nn.Module
+        return self.wo_b(self.wo_a(o.flatten(2).unflatten(2, (self.groups, -1))))
 
     def forward(self, x: Tensor, at: LayerLayout, dense: bool, teach: bool) -> tuple[Tensor, AttentionFacts]:
         """``dense``: attend to every visible entry; ``teach``: form the indexer's loss and watch its choice."""

@@ -141,7 +141,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.w13(x)
-        return self.w2(clamped_swiglu(gate_up, self.limit).to(gate_up.dtype))  # type: ignore[no-any-return]  # nn.Module
+        return self.w2(clamped_swiglu(gate_up, self.limit).to(gate_up.dtype))
 
 
 class MoEFacts(NamedTuple):

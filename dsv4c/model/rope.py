@@ -47,4 +47,4 @@ def tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
     """Rotate the last r channels of x [B,S,c] or [B,S,H,c] by cos, sin [B,S,r/2], or back, in fp32; x's dtype returned."""
-    return ops.rope(x, cos, sin, inverse)  # type: ignore[no-any-return]  # dispatched
+    return ops.rope(x, cos, sin, inverse)

@@ -6,7 +6,7 @@ kind share their code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,9 @@ def _keep_choices(_ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
 class Block(nn.Module):
     """One decoder layer: attention, then experts, each between a hyper-connection's pre and post."""
 
+    recompute: bool
+    ffn: MoE
+
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         super().__init__()
         self.recompute = False
@@ -64,7 +67,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, BlockFacts]:
         """streams [B,S,n,D] -> streams [B,S,n,D]."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(  # type: ignore[no-any-return]  # untyped in torch
+            return checkpoint(
                 self.body, streams, token_ids, at, dense, teach, use_reentrant=False, context_fn=_selective
             )
         return self.body(streams, token_ids, at, dense, teach)
@@ -87,6 +90,10 @@ def _selective() -> Any:
 class MTPLayer(Block):
     """The multi-token prediction layer: a block of its own on ``e_proj(E) + h_proj(X_j)`` for every stream j (section 7)."""
 
+    norm: RMSNorm
+    hc_head: HyperHead
+    predict: Callable[..., tuple[Tensor, BlockFacts]]  # compiled in place
+
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         super().__init__(config, kind)
         d, eps, keep = config.hidden_size, config.rms_norm_eps, config.keep_fp32_parameters
@@ -96,12 +103,13 @@ class MTPLayer(Block):
         self.hnorm = RMSNorm(d, eps, keep)
         self.norm = RMSNorm(d, eps, keep)
         self.hc_head = HyperHead(config)
+        self.predict = self.one_further
 
     def combine(self, streams: Tensor, next_embedding: Tensor) -> Tensor:
         """streams [B,S,n,D] of position t with the embedding [B,S,D] of token t+1."""
-        return self.e_proj(self.enorm(next_embedding))[:, :, None] + self.h_proj(self.hnorm(streams))  # type: ignore[no-any-return]  # nn.Module
+        return self.e_proj(self.enorm(next_embedding))[:, :, None] + self.h_proj(self.hnorm(streams))
 
-    def predict(
+    def one_further(
         self, streams: Tensor, next_embedding: Tensor, next_ids: Tensor, at: LayerLayout
     ) -> tuple[Tensor, BlockFacts]:
         return Block.forward(self, self.combine(streams, next_embedding), next_ids, at, False, False)
@@ -135,6 +143,10 @@ class ModelOutput:
 
 class DeepseekV4(nn.Module):
     """A DeepSeek-V4 model of ``config`` on the default device (``torch.device("meta")`` works)."""
+
+    layers: nn.ModuleList
+    mtp: nn.ModuleList
+    output_loss: Callable[..., Tensor]  # compiled in place
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -197,6 +209,7 @@ class DeepseekV4(nn.Module):
                 do="correct the list",
             )  # fmt: skip
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Block)
             layer.recompute = i in chosen
 
     def forward(
@@ -243,6 +256,7 @@ class DeepseekV4(nn.Module):
     ) -> tuple[Tensor, list[BlockFacts]]:
         """Sum of the MTP layer's cross-entropies, and what the layer reports."""
         (layer,) = self.mtp
+        assert isinstance(layer, MTPLayer)
         next_ids = objectives.shifted(ids, 0)
         next_embedding = self.embed(next_ids).to(streams.dtype)
         layout = layout._replace(real=objectives.has_next(at))

@@ -1,0 +1,1 @@
+"""Training: data, step, loop, optimizer, checkpoints, log."""
