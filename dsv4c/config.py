@@ -205,9 +205,7 @@ def _checked(f: dataclasses.Field[Any], value: Any) -> Any:
     """The value in its field's type, or a ConfigError; text is never read as a number or a truth value."""
 
     def refuse(allowed: str) -> ConfigError:
-        return ConfigError(
-            f"{f.name} is {value!r}", where=f"ModelConfig.{f.name}", allowed=allowed, do="correct the value"
-        )
+        return ConfigError(f"{f.name} is {value!r}", where=f"ModelConfig.{f.name}", allowed=allowed, do="correct the value")
 
     kind = str(f.type)
     low, high = f.metadata["low"], f.metadata["high"]

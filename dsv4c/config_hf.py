@@ -7,6 +7,7 @@ and what transformers writes itself (``layer_types``, ``compress_rates``, ``rope
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,7 @@ def write_hf(config: ModelConfig) -> dict[str, Any]:
     out |= {k: v[0] for k, v in _FIXED.items() if k in _WRITTEN}
     out |= {k: v for k, v in c.to_dict().items() if k not in (*_YARN.values(), "compress_ratios", "hca_ratio")}
     if c.index_topk is None:  # transformers wants a number: as many entries as there can be
-        out |= {"index_topk": max(1, c.max_position_embeddings // 4), "index_topk_all": True}
+        out |= {"index_topk": _every_entry(c.max_position_embeddings), "index_topk_all": True}
     decoder = c.compress_ratios[: c.num_hidden_layers]
     name_of = {0: SWA, 4: CSA, c.hca_ratio: HCA}
     out["layer_types"] = [name_of[m] for m in decoder]
@@ -77,6 +78,8 @@ def write_hf(config: ModelConfig) -> dict[str, Any]:
     if c.hca_ratio == _PUBLISHED_HCA:  # the published spelling, where 128 is the only other ratio that readers know
         out["compress_ratios"] = list(c.compress_ratios)
     share = c.qk_rope_head_dim / c.head_dim
+    if int(c.head_dim * share) < c.qk_rope_head_dim:  # transformers cuts off where it should round
+        share = math.nextafter(share, 1.0)
     main = {"rope_type": "default", "rope_theta": c.rope_theta, "partial_rotary_factor": share}
     compress = {"rope_type": "default", "rope_theta": c.compress_rope_theta, "partial_rotary_factor": share}
     yarn = {key: getattr(c, name) for key, name in _YARN.items()}
@@ -100,15 +103,19 @@ def _resolve_hf(facts: Facts, raw: Mapping[str, Any]) -> None:
     facts.values.setdefault("num_hash_layers", min(3, facts.length() or 3))  # likewise
     if "index_topk_all" in raw:
         facts.fix("index_topk_all", raw["index_topk_all"], (True,))
+        every = _every_entry(facts.values.get("max_position_embeddings"))
+        facts.fix("index_topk", facts.values.get("index_topk"), (every, None))
         facts.values["index_topk"] = None
+
+
+def _every_entry(positions: Any) -> int:
+    return max(1, positions // 4) if type(positions) is int else 1
 
 
 def _rates(facts: Facts, raw: Mapping[str, Any]) -> None:
     rates = dict(facts.mapping(raw.get("compress_rates") or {}, "compress_rates"))
     given = {f"compress_rates.{name}": (name, rate) for name, rate in rates.items()}
-    given |= {
-        key: (name, raw[key]) for key, name in (("compress_rate_csa", CSA), ("compress_rate_hca", HCA)) if key in raw
-    }
+    given |= {key: (name, raw[key]) for key, name in (("compress_rate_csa", CSA), ("compress_rate_hca", HCA)) if key in raw}
     for key, (name, rate) in given.items():
         if name == CSA:
             facts.fix(key, rate, (4,))
@@ -163,9 +170,7 @@ def _routers(facts: Facts, raw: Mapping[str, Any]) -> None:
 def _rotary_share(facts: Facts, share: Any, key: str) -> None:
     width = facts.values.get("head_dim")
     if type(share) not in (int, float) or not 0 < share <= 1:
-        raise facts.refuse(
-            f"{key} is {share!r}", key, "a number above 0 and up to 1: the share of head_dim that is rotated"
-        )
+        raise facts.refuse(f"{key} is {share!r}", key, "a number above 0 and up to 1: the share of head_dim that is rotated")
     if type(width) is int:
         facts.put("qk_rope_head_dim", round(width * share), key)
 
@@ -196,9 +201,7 @@ def _rope_set(facts: Facts, given: Any, key: str, theta: str, kinds: tuple[str, 
         raise facts.refuse(
             f"the rotation type is {kind!r}" + (f" and {named.pop()!r}" if named else ""), key, ", ".join(kinds)
         )
-    known = ["rope_type", "type", "rope_theta", "partial_rotary_factor"] + (
-        [*_YARN, *_YARN_FIXED] if kind == "yarn" else []
-    )
+    known = ["rope_type", "type", "rope_theta", "partial_rotary_factor"] + ([*_YARN, *_YARN_FIXED] if kind == "yarn" else [])
     for name, value in rope.items():
         place = f"{key}.{name}"
         if name == "rope_theta":

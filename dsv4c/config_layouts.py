@@ -68,9 +68,7 @@ def _load(path: Path) -> tuple[str, dict[str, Any]]:
         keys = [key for key, _ in pairs]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:
-            raise ConfigError(
-                f"key {twice[0]!r} stands twice", where=str(path), allowed="every key once", do="remove one"
-            )
+            raise ConfigError(f"key {twice[0]!r} stands twice", where=str(path), allowed="every key once", do="remove one")
         return dict(pairs)
 
     try:
@@ -80,9 +78,7 @@ def _load(path: Path) -> tuple[str, dict[str, Any]]:
         raise ConfigError("there is no such config file", where=str(path), do=do) from None
     except json.JSONDecodeError as error:
         place = f"{path}, line {error.lineno}, column {error.colno}"
-        raise ConfigError(
-            f"this is not JSON: {error.msg}", where=place, allowed="a JSON object", do="correct it"
-        ) from None
+        raise ConfigError(f"this is not JSON: {error.msg}", where=place, allowed="a JSON object", do="correct it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file cannot be read: {error}", where=str(path), do="give a JSON file") from None
     if not isinstance(raw, dict):

@@ -98,3 +98,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
 }
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "tiny": {"steps": 300, "seq_len": 256, "batch_size": 4, "lr": 3e-3, "warmup_steps": 20},
+    "small": {"steps": 1000, "seq_len": 1024, "batch_size": 4, "lr": 1e-3, "warmup_steps": 100},
+    "flash": {"steps": 100000, "seq_len": 4096, "batch_size": 1, "lr": 2.7e-4, "warmup_steps": 2000},
+    "pro": {"steps": 100000, "seq_len": 4096, "batch_size": 1, "lr": 2.0e-4, "warmup_steps": 2000},
+}
+"""Training defaults of a preset (specification, section 7 for the released sizes); ``flash-primus`` shares Flash's."""
+RECIPES["flash-primus"] = RECIPES["flash"]

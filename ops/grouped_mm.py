@@ -28,7 +28,7 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Shapes: x [N,d], weight [E,o,d] of x's dtype, ends [E] int32, not decreasing, the last one N.  Returns [N,o].
     """
     x, weight = x.contiguous(), weight.contiguous()
-    if _aligned(x, weight):
+    if _aligned(x, weight, weight.mT):  # a result whose rows are not a multiple of 16 bytes would come back padded
         return F.grouped_mm(x, weight.mT, offs=ends)
     out = x.new_empty(len(x), weight.shape[1])
     for e, (first, last) in enumerate(_bounds(ends)):

@@ -19,7 +19,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     wide = torch.promote_types(x.dtype, torch.float32)
     tail = out[..., x.shape[-1] - 2 * cos.shape[-1] :]
-    turned = torch.view_as_complex(tail.to(wide).unflatten(-1, (-1, 2)).contiguous())
+    # A copy of its own: for one token, or where every channel turns, the tail is contiguous and would be turned in place.
+    copied = torch.empty(tail.shape, dtype=wide, device=x.device).copy_(tail)
+    turned = torch.view_as_complex(copied.unflatten(-1, (-1, 2)))
     angle = torch.complex(cos.to(wide), sin.neg().to(wide) if inverse else sin.to(wide))
     turned.mul_(angle if x.dim() == 3 else angle[:, :, None])
     tail.copy_(torch.view_as_real(turned).flatten(-2))

@@ -19,6 +19,11 @@ def _start(logits: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return c, c + eps
 
 
+def _finish(c: Tensor, logits: Tensor) -> Tensor:
+    """[n,n,N] as a contiguous tensor of logits' shape."""
+    return c.permute(2, 0, 1).clone(memory_format=torch.contiguous_format).view(logits.shape)
+
+
 def _axes(iters: int) -> list[int]:
     return [_COLUMNS, *(_ROWS, _COLUMNS) * (iters - 1)]
 
@@ -33,7 +38,7 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     _, c = _start(logits, eps)
     for axis in _axes(iters):
         c.div_(c.sum(axis, keepdim=True).add_(eps))
-    return c.permute(2, 0, 1).reshape(logits.shape).contiguous()
+    return _finish(c, logits)
 
 
 @sinkhorn.register_fake
@@ -50,11 +55,12 @@ def sinkhorn_backward(grad: Tensor, logits: Tensor, iters: int, eps: float) -> T
         total = c.sum(axis, keepdim=True).add_(eps)
         c = c / total
         steps.append((axis, total, c))
-    g = grad.reshape(-1, *softmax.shape[:2]).permute(1, 2, 0).contiguous()
+    # A copy in every case: one matrix alone is contiguous as it is, and the steps below write into g.
+    g = grad.reshape(-1, *softmax.shape[:2]).permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
     for axis, total, c in reversed(steps):
         g = g.sub_((g * c).sum(axis, keepdim=True)).div_(total)
     g = softmax * (g - (g * softmax).sum(_ROWS, keepdim=True))
-    return g.permute(2, 0, 1).reshape(logits.shape).contiguous()
+    return _finish(g, logits)
 
 
 @sinkhorn_backward.register_fake

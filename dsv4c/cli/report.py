@@ -10,9 +10,11 @@ import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jinja2
+import typer
+from rich.console import Console
 
 from dsv4c.cli import report_figures as figures
 from dsv4c.errors import DataError
@@ -105,3 +107,10 @@ def _read_records(folder: Path) -> list[dict[str, Any]]:
 
 def _size(folder: Path) -> str:
     return f"{sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6:,.1f} MB"
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, as given to train --out.")],
+) -> None:
+    """Write a run's curves, expert load, configuration and versions as one HTML page."""
+    Console(soft_wrap=True).print(f"report: {write_report(run)}", highlight=False)

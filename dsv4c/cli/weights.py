@@ -10,8 +10,9 @@ import fnmatch
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -29,7 +30,30 @@ from dsv4c.weights.write import StoreAs
 
 app = typer.Typer(help="Weight folders: Hugging Face, released and dsv4c layouts.", no_args_is_help=True)
 
-_STORE_AS: dict[str, StoreAs] = {"keep": "keep", "bf16": torch.bfloat16, "fp32": torch.float32, "released": "released"}
+
+class To(StrEnum):
+    """Layouts that can be written."""
+
+    hf = "hf"
+    released = "released"
+    dsv4c = "dsv4c"
+
+
+class Store(StrEnum):
+    """What tensors can be stored as."""
+
+    keep = "keep"
+    bf16 = "bf16"
+    fp32 = "fp32"
+    released = "released"
+
+
+_STORE_AS: dict[Store, StoreAs] = {
+    Store.keep: "keep",
+    Store.bf16: torch.bfloat16,
+    Store.fp32: torch.float32,
+    Store.released: "released",
+}
 
 Folder = Annotated[Path, typer.Argument(help="Folder of *.safetensors files, or one such file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -43,6 +67,9 @@ def _telling() -> Iterator[None]:
     except Dsv4Error as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(error.exit_status) from None
+    except OSError as error:  # a full disk, a folder without permission: the system's own message says it
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -64,18 +91,16 @@ def inspect(
             "layout": _layout_or_reason(source),
             "tensors": len(found),
             "elements": sum(elements.values()),
-            "bytes": sum(
-                n * DTYPES[found[key].dtype].itemsize for key, n in elements.items() if found[key].dtype in DTYPES
-            ),
+            "bytes": sum(n * DTYPES[found[key].dtype].itemsize for key, n in elements.items() if found[key].dtype in DTYPES),
         }
     if as_json:
-        listed = {key: {"shape": list(h.shape), "dtype": h.dtype, "file": h.file} for key, h in found.items()}
+        listed = {h.stored: {"shape": list(h.shape), "dtype": h.dtype, "file": h.file} for h in found.values()}
         _print_json(total | {"keys": listed})
         return
     table = Table("key", "shape", "dtype", "file")
     for key in list(found)[: rows or None]:
         h = found[key]
-        table.add_row(key, " x ".join(map(str, h.shape)), h.dtype, h.file)
+        table.add_row(h.stored, " x ".join(map(str, h.shape)), h.dtype, h.file)
     console = Console()
     console.print(table)
     if rows and len(found) > rows:
@@ -110,13 +135,11 @@ def check(
 def convert(
     src: Annotated[Path, typer.Argument(help="Folder to read, its config.json beside the weights.")],
     dst: Annotated[Path, typer.Argument(help="Folder to write; it must not exist or be empty.")],
-    to: Annotated[Literal["hf", "released", "dsv4c"], typer.Option(help="Layout to write.")],
+    to: Annotated[To, typer.Option(help="Layout to write.")],
     dtype: Annotated[
-        Literal["keep", "bf16", "fp32", "released"],
-        typer.Option(
-            help="keep: lossless; bf16, fp32: what the release keeps in fp32 stays so; released: fp8 and FP4."
-        ),
-    ] = "keep",
+        Store,
+        typer.Option(help="keep: lossless; bf16, fp32: what the release keeps in fp32 stays so; released: fp8 and FP4."),
+    ] = Store.keep,
     config: Annotated[Path | None, typer.Option(help="Settings (default: the folder's config.json).")] = None,
     without_mtp: Annotated[bool, typer.Option("--without-mtp", help="Leave out the MTP layer.")] = False,
     shard_gb: Annotated[float, typer.Option(help="Largest file, in GB.", min=1e-6)] = 5.0,
@@ -129,7 +152,7 @@ def convert(
         convert_folder(
             src,
             dst,
-            to=to,
+            to=to.value,
             dtype=_STORE_AS[dtype],
             config=read(config) if config else None,
             without_mtp=without_mtp,
@@ -139,7 +162,7 @@ def convert(
         )
     written = Source(dst)
     files = {h.file for h in written.headers.values()}
-    typer.echo(f"wrote {len(written.headers):,} tensors in {len(files)} files to {dst} ({to} layout)")
+    typer.echo(f"wrote {len(written.headers):,} tensors in {len(files)} files to {dst} ({to.value} layout)")
     left = [p.name for p in sorted(Path(src).glob("*")) if p.is_file() and p.suffix not in (".safetensors",)]
     left = [name for name in left if name not in ("config.json", "model.safetensors.index.json")]
     if left:
@@ -166,9 +189,7 @@ def _print_json(value: Any) -> None:
 
 def _print_report(report: CheckReport) -> None:
     console = Console()
-    console.print(
-        f"{report.folder}: {report.layout} layout, {report.tensors:,} tensors", soft_wrap=True, highlight=False
-    )
+    console.print(f"{report.folder}: {report.layout} layout, {report.tensors:,} tensors", soft_wrap=True, highlight=False)
     if report.not_loaded:
         console.print(f"{len(report.not_loaded)} absent, as allowed")
     if report.ok:

@@ -32,6 +32,7 @@ def compile_model(model: DeepseekV4, *, regional: bool = True, **options: Any) -
                 do=f"leave it out: {why}",
             )  # fmt: skip
     allow_recompiles()
+    model.is_compiled = True
     if not regional:
         model.compile(fullgraph=True, **options)
         return model

@@ -25,7 +25,7 @@ def hadamard(x: Tensor) -> Tensor:
     parity = i[:, None] & i[None, :]
     for shift in (16, 8, 4, 2, 1):
         parity = parity ^ (parity >> shift)
-    matrix = ((1 - 2 * (parity & 1)) * n**-0.5).to(x.dtype)
+    matrix = (1 - 2 * (parity & 1)).to(x.dtype) * n**-0.5
     with no_autocast(x):
         return x @ matrix
 

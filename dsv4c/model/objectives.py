@@ -52,10 +52,14 @@ class Counts(NamedTuple):
 
 def over_batch(value: Tensor) -> Tensor:
     """The sum over all processes of a fact about the whole batch; the value itself on one process."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if n_processes() > 1:
         value = value.clone()
         dist.all_reduce(value)
     return value
+
+
+def n_processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def has_next(at: Rows) -> Tensor:

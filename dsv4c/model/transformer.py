@@ -152,6 +152,8 @@ class DeepseekV4(nn.Module):
         super().__init__()
         self.config = config
         self.stage = "sparse"
+        self.mtp_loss_coef = config.mtp_loss_coef  # a schedule may lower it during a run
+        self.is_compiled = False
         kinds = config.layer_kinds
         depth = config.num_hidden_layers
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -273,7 +275,7 @@ class DeepseekV4(nn.Module):
         metrics: dict[str, Tensor] = {}
         if "mtp" in sums:
             mtp = objectives.mean(sums["mtp"], n.mtp)
-            losses["mtp"], metrics["mtp"] = mtp * (c.mtp_loss_coef / c.num_nextn_predict_layers), mtp.detach()
+            losses["mtp"], metrics["mtp"] = mtp * (self.mtp_loss_coef / c.num_nextn_predict_layers), mtp.detach()
         if c.balances_routing:
             pairs = [(f.balance, n.documents) for f in facts] + [(f.balance, n.mtp_documents) for f in mtp_facts]
             terms = torch.stack([objectives.mean(b, m) for b, m in pairs if b is not None]) * c.seq_balance_loss_coef

@@ -63,9 +63,7 @@ def save_checkpoint(
             untouched.
     """
     if keep < 1 or step < 0:
-        raise CheckpointError(
-            f"cannot write a checkpoint of step {step} and keep {keep}", allowed="step >= 0, keep >= 1"
-        )
+        raise CheckpointError(f"cannot write a checkpoint of step {step} and keep {keep}", allowed="step >= 0, keep >= 1")
     root = Path(dir)
     target = root / f"step-{step:08d}"
     tensors = {f"model/{name}": t for name, t in _model_tensors(model).items()}
@@ -181,9 +179,7 @@ def _one_process_is_meant() -> Iterator[None]:
 
 
 def _tensor_path(key: str) -> str:
-    return (
-        key if key == "optim" else f"{_rank_name()}/{key}"
-    )  # optimizer states are the model's, the rest is the rank's
+    return key if key == "optim" else f"{_rank_name()}/{key}"  # optimizer states are the model's, the rest is the rank's
 
 
 def _empty(info: TensorStorageMetadata, like: Tensor | None) -> Tensor:
@@ -197,14 +193,8 @@ def _verified(path: Path) -> dict[str, Any]:
     try:
         return manifest.verify(path)
     except CheckpointError as error:
-        usable = next(
-            (p for p in reversed(list_checkpoints(path.parent)) if p != path and is_good(p, content=True)), None
-        )
-        do = (
-            f"resume from {usable}, which is whole"
-            if usable
-            else "no other checkpoint in this folder is whole: start anew"
-        )
+        usable = next((p for p in reversed(list_checkpoints(path.parent)) if p != path and is_good(p, content=True)), None)
+        do = f"resume from {usable}, which is whole" if usable else "no other checkpoint in this folder is whole: start anew"
         raise CheckpointError(error.what, where=error.where, allowed=error.allowed, do=do) from error
 
 
@@ -246,9 +236,7 @@ def _check_model(path: Path, stored: dict[str, Any], own: dict[str, Tensor]) -> 
             problems.append(f"{name} is {there} there and {here} here")
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointError(
-            "the checkpoint belongs to another model: " + "; ".join(problems[:8]) + more, where=str(path)
-        )
+        raise CheckpointError("the checkpoint belongs to another model: " + "; ".join(problems[:8]) + more, where=str(path))
 
 
 def _reason(error: BaseException) -> str:

@@ -187,9 +187,7 @@ class RunLog:
         missing = [name for name in self.objectives if name not in losses]
         extra = [name for name in losses if name not in self.objectives]
         if missing or extra:
-            problem = (
-                f"is on and missing: {', '.join(missing)}" if missing else f"is off and present: {', '.join(extra)}"
-            )
+            problem = f"is on and missing: {', '.join(missing)}" if missing else f"is off and present: {', '.join(extra)}"
             raise ConfigError(
                 f"an objective {problem}", where=f"the record of step {step}",
                 allowed=f"exactly {', '.join(self.objectives)}",
@@ -253,9 +251,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
 

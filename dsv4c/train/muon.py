@@ -166,9 +166,7 @@ class Muon(torch.optim.Optimizer):
                 continue
             state = self.state[param]
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(
-                    param, dtype=torch.promote_types(param.dtype, torch.float32)
-                )
+                state["momentum_buffer"] = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
             momentum = state["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(param.grad)
             for piece in _pieces(param, param.grad, momentum, rows):

@@ -108,9 +108,7 @@ class SplitOptimizer(torch.optim.Optimizer):
     def _group_settings(self, name: str, param: Tensor) -> dict[str, Any]:
         rule, cfg = rule_for(name, param), self.config
         if rule.algorithm == "muon" and param.ndim > 3:
-            raise ConfigError(
-                f"Muon cannot train {name}", where=f"shape {tuple(param.shape)}", allowed="2 or 3 dimensions"
-            )
+            raise ConfigError(f"Muon cannot train {name}", where=f"shape {tuple(param.shape)}", allowed="2 or 3 dimensions")
         indexer = ".indexer." in f".{name}"
         decay = rule.decay or cfg.decay_vectors
         scale = cfg.indexer_lr_scale if indexer else 1.0
@@ -161,9 +159,7 @@ class SplitOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class: groups follow from the model."""
         if self._built:
-            raise ConfigError(
-                "groups follow from the model's parameters", do="thaw the parameters and call refresh(model)"
-            )
+            raise ConfigError("groups follow from the model's parameters", do="thaw the parameters and call refresh(model)")
         super().add_param_group(param_group)
 
     def set_lr(self, factor: float, *, peak: float | None = None) -> None:
@@ -204,9 +200,7 @@ class SplitOptimizer(torch.optim.Optimizer):
             ("states", state_dict["state"].keys() - self._params.keys()),
         ):
             if odd:
-                raise CheckpointError(
-                    f"the saved optimizer has other {what} than this model", where=", ".join(sorted(odd))
-                )
+                raise CheckpointError(f"the saved optimizer has other {what} than this model", where=", ".join(sorted(odd)))
         for name, group in own.items():
             group.update({k: v for k, v in saved[name].items() if k != "params"})
         self.state.clear()
@@ -251,9 +245,7 @@ def clip_gradients(
             groups.setdefault(group, []).append(param.grad)
     if not groups:
         return {"global": 0.0}
-    norms = {
-        name: [torch.linalg.vector_norm(g, dtype=_accumulator(g)) for g in grads] for name, grads in groups.items()
-    }
+    norms = {name: [torch.linalg.vector_norm(g, dtype=_accumulator(g)) for g in grads] for name, grads in groups.items()}
     squares = reduce(torch.stack([torch.stack(n).double().square().sum() for n in norms.values()]))
     total = float(squares.sum().sqrt())
     if max_norm is not None and math.isfinite(total) and total > max_norm:

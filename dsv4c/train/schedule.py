@@ -52,9 +52,7 @@ class LrSchedule:
         if isinstance(self.min_ratio, str) or not 0 <= self.min_ratio <= 1:
             raise ConfigError(f"the minimum learning-rate ratio is {self.min_ratio!r}", allowed="0 to 1")
         if self.shape not in DECAYS:
-            raise ConfigError(
-                f"unknown decay {self.shape!r}", allowed=", ".join(DECAYS), do=_nearest(self.shape, DECAYS)
-            )
+            raise ConfigError(f"unknown decay {self.shape!r}", allowed=", ".join(DECAYS), do=_nearest(self.shape, DECAYS))
         if self.decay_start is not None and not self.warmup_steps <= self.decay_start <= self.total_steps:
             raise ConfigError(
                 f"decay_start is {self.decay_start}",

@@ -109,7 +109,7 @@ def check(
             (report.not_loaded if allowed else report.missing).append(entry.key)
             continue
         scale = source.scale_key(entry.key)
-        used |= {entry.key} | ({scale} if scale else set())
+        used |= {entry.key} | ({scale} if scale and header.dtype in FP8_CODES | FP4_CODES else set())
         fits = _fits(entry, header, scale, source, report)
         if fits and entry.ours.endswith(("gate.bias", "gate.tid2eid")):
             tables.append(entry)
@@ -143,14 +143,11 @@ def _fits(entry: Entry, header: Header, scale: str | None, source: Source, repor
     _expect_shape(entry.key, header, shape, report)
     if scale_shape is not None:
         if scale is None:
-            report.wrong_dtype.append(
-                f"{entry.key} is {header.dtype} without a {entry.key.removesuffix('.weight')}.scale"
-            )
+            wanted = entry.key.removesuffix(".weight") + ".scale"
+            report.wrong_dtype.append(f"{entry.key} is {header.dtype} without {wanted}")
         else:
             _expect_dtype(scale, source.headers[scale], _SCALES, report)
             _expect_shape(scale, source.headers[scale], scale_shape, report)
-    elif scale is not None:
-        report.unexpected.append(scale)
     return before == len(report.misshapen) + len(report.wrong_dtype)
 
 

@@ -99,13 +99,18 @@ _MTP = (
     Row("hc_head.scale", "hc_head.hc_scale", "one", "fp32", released="hc_head_scale"),
 )
 
-# transformers' own save_pretrained writes released names under a prefix, with three exceptions. Read, never written.
+# transformers' own save_pretrained writes released names under a prefix, with two exceptions. Read, never written.
 _TRANSFORMERS = (
     (r"^(mtp\..*|head\.weight)$", r"\1"),
     (r"^embed\.", "model.embed_tokens."),
     (r"^hc_head_", "model.hc_head.hc_"),
-    (r"^(layers\.\d+\.attn\.)kv_norm\.", r"model.\1norm."),
     (r"^", "model."),
+)
+
+# It also loses the kv_ of kv_norm, in its own names as in these, and puts it back when it reads.
+MISSPELLED = (
+    (r"^(model\.layers\.\d+\.attn\.)norm\.", r"\1kv_norm."),
+    (r"^(model\.layers\.\d+\.self_attn\.(?:compressor\.(?:indexer\.)?)?)norm\.", r"\1kv_norm."),
 )
 
 # One key of each layout that no other layout has.
@@ -122,9 +127,7 @@ def named_layout(name: str, among: Iterable[Layout] = tuple(MARKS)) -> Layout:
     for layout in among:
         if layout == name:
             return layout
-    raise WeightsError(
-        f"there is no layout {name!r}", where="layout", allowed=", ".join(among), do="choose one of these"
-    )
+    raise WeightsError(f"there is no layout {name!r}", where="layout", allowed=", ".join(among), do="choose one of these")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ Used where a stored tensor becomes a parameter and the other way round; nothing 
 the OCP format (``float8_e4m3fn``, largest value 448), never the fnuz one of older AMD chips (B58). FP4 puts two values
 into a byte, the one with the lower input index into the low nibble: as the released inference code unpacks it and as
 ``torch.float4_e2m1fn_x2`` and the OCP microscaling formats define it. A scale multiplies: value = code * scale.
+
+Encoding decoded values gives the same values, and the same bytes where every scale was the smallest that holds its block.
 """
 
 from __future__ import annotations
@@ -39,9 +41,7 @@ def scale_values(scale: Tensor) -> Tensor:
     """
     values = scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale.float()
     if not bool(torch.isfinite(values).all()):
-        raise WeightsError(
-            "a block scale is not finite", allowed="finite scales", do="fetch the file again: it is damaged"
-        )
+        raise WeightsError("a block scale is not finite", allowed="finite scales", do="fetch the file again: it is damaged")
     return values
 
 
@@ -78,9 +78,7 @@ def encode_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Packed int8 [..., out, in / 2] and e8m0 scales [..., out, in / 32], rounded to nearest, ties to even codes."""
     x = weight.float()
     if x.shape[-1] % 2:
-        raise WeightsError(
-            f"FP4 cannot pack {x.shape[-1]} inputs", allowed="an even number of inputs", do="store as bf16"
-        )
+        raise WeightsError(f"FP4 cannot pack {x.shape[-1]} inputs", allowed="an even number of inputs", do="store as bf16")
     high = torch.nn.functional.pad(x.abs(), (0, -x.shape[-1] % FP4_GROUP))
     groups = high.reshape(*high.shape[:-1], -1, FP4_GROUP)
     scale = _power_of_two(groups.amax(dim=-1) / FP4_MAX)
@@ -96,9 +94,7 @@ def encode_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _power_of_two(least: Tensor) -> Tensor:
     """The smallest power of two that is at least ``least``, as e8m0; 1 for a block of zeros."""
     if not bool(torch.isfinite(least).all()):
-        raise WeightsError(
-            "a weight that is not finite cannot be quantised", allowed="finite weights", do="store as bf16"
-        )
+        raise WeightsError("a weight that is not finite cannot be quantised", allowed="finite weights", do="store as bf16")
     fraction, exponent = torch.frexp(least)
     exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp(-127, 127)
     code = torch.where(least == 0, torch.zeros_like(exponent), exponent) + 127

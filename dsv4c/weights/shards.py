@@ -64,9 +64,7 @@ class ShardWriter:
         planned = self.plan[self._position]
         data = piece.detach().to(device="cpu", dtype=planned.dtype).contiguous().reshape(-1).view(torch.uint8)
         if key != planned.key or data.numel() > self._left:
-            raise RuntimeError(
-                f"{key} ({data.numel()} bytes) came where {self._left} bytes of {planned.key} were planned"
-            )
+            raise RuntimeError(f"{key} ({data.numel()} bytes) came where {self._left} bytes of {planned.key} were planned")
         if self._left == planned.bytes and key in self._first:
             self._begin(self._first[key])
         assert self._file is not None
@@ -134,9 +132,7 @@ def _refuse_to_overwrite(final: Path, overwrite: bool) -> None:
     if not final.exists():
         return
     if not final.is_dir():
-        raise WeightsError(
-            "this is a file, not a folder", where=str(final), allowed="a new folder", do="give another name"
-        )
+        raise WeightsError("this is a file, not a folder", where=str(final), allowed="a new folder", do="give another name")
     held = sorted(p.name for p in final.iterdir())
     others = [name for name in held if name not in _OURS and not name.endswith(".safetensors")]
     if held and not overwrite:

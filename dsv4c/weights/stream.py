@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsv4c.errors import WeightsError
-from dsv4c.weights.keymap import MARKS, Layout, Select
+from dsv4c.weights.keymap import MARKS, MISSPELLED, Layout, Select
 from dsv4c.weights.quant import decode_fp4, decode_fp8
 
 INDEX = "model.safetensors.index.json"
@@ -48,6 +48,7 @@ class Header:
     dtype: str  # safetensors' name for it
     shape: tuple[int, ...]
     file: str
+    stored: str  # the key in the file, where MISSPELLED corrects it
 
 
 class Source:
@@ -66,7 +67,7 @@ class Source:
         names = sorted(set(index.values())) if index is not None else self._files()
         for name in names:
             self._read_headers(name, index)
-        absent = sorted(set(index or ()) - set(self.headers))
+        absent = sorted(set(index or ()) - {h.stored for h in self.headers.values()})
         if absent:
             raise WeightsError(
                 f"{len(absent)} tensors stand in the index and in no file, the first is {absent[0]}",
@@ -115,9 +116,9 @@ class Source:
 
     def raw(self, key: str, select: Select = ()) -> Tensor:
         """A stored tensor, or a piece of it, as it is."""
-        file = self._file(self.headers[key].file)
+        file, name = self._file(self.headers[key].file), self.headers[key].stored
         try:
-            tensor: Tensor = file.get_slice(key)[select] if select else file.get_tensor(key)
+            tensor: Tensor = file.get_slice(name)[select] if select else file.get_tensor(name)
         except SafetensorError as error:
             raise WeightsError(
                 f"a tensor cannot be read: {error}", where=self._where(key), do="fetch the file again"
@@ -161,9 +162,10 @@ class Source:
 
     def _read_headers(self, name: str, index: Mapping[str, str] | None) -> None:
         file = self._file(name)
-        for key in file.keys():  # noqa: SIM118 - not a dict
-            if index is not None and index.get(key) != name:
+        for stored in file.keys():  # noqa: SIM118 - not a dict
+            if index is not None and index.get(stored) != name:
                 continue  # a reader that follows the index never sees it
+            key = _corrected(stored)
             if key in self.headers:
                 raise WeightsError(
                     f"{key} is in two files: {self.headers[key].file} and {name}",
@@ -171,8 +173,14 @@ class Source:
                     allowed="every tensor once, or an index that says which file counts",
                     do="weights that were split for parallel serving must be joined first",
                 )
-            piece = file.get_slice(key)
-            self.headers[key] = Header(piece.get_dtype(), tuple(piece.get_shape()), name)
+            piece = file.get_slice(stored)
+            self.headers[key] = Header(piece.get_dtype(), tuple(piece.get_shape()), name, stored)
+
+
+def _corrected(key: str) -> str:
+    for pattern, right in MISSPELLED:
+        key = re.sub(pattern, right, key)
+    return key
 
 
 def _read_index(path: Path) -> dict[str, str] | None:
@@ -188,7 +196,5 @@ def _read_index(path: Path) -> dict[str, str] | None:
             do="fetch it again",
         ) from None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise WeightsError(
-            "the index has no weight_map of names", where=str(path), allowed='{"weight_map": {key: file}}'
-        )
+        raise WeightsError("the index has no weight_map of names", where=str(path), allowed='{"weight_map": {key: file}}')
     return weight_map

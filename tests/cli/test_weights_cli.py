@@ -29,7 +29,7 @@ def run(*words: object) -> Result:
 
 
 def test_inspect_lists_keys_shapes_and_the_layout(folder: Path) -> None:
-    result = run("inspect", folder, "--filter", "*.0.self_attn.sinks")
+    result = run("inspect", folder, "--filter", "*layers.0.self_attn.sinks")
     assert result.exit_code == 0
     assert "model.layers.0.self_attn.sinks" in result.stdout
     assert "layout hf: 1 tensors, 4 elements, 16 bytes" in result.stdout

@@ -187,9 +187,7 @@ def test_run_json_says_what_ran_and_remembers_each_resumption(tmp_path: Path) ->
     assert [(r["step"], r["command"]) for r in second["resumed"]] == [(1, ["dsv4c", "train", "--resume"])]
 
 
-def test_time_left_does_not_count_the_first_step_which_compiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_left_does_not_count_the_first_step_which_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 100.0, 101.0, 102.0, 102.0])
     monkeypatch.setattr("dsv4c.train.log.time.perf_counter", lambda: next(clock))
     screen, out = console()

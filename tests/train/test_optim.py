@@ -1,4 +1,4 @@
-"""Which optimizer trains which parameter, freezing and thawing, restoring, and the norms of the gradients."""
+"""Which optimizer trains which parameter, freezing and thawing, restoring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dsv4c.errors import CheckpointError, ConfigError
 from dsv4c.train.assignment import matrix_rows, parameter_names
 from dsv4c.train.muon import Muon
-from dsv4c.train.optim import OptimConfig, SplitOptimizer, build_optimizer, clip_gradients
+from dsv4c.train.optim import OptimConfig, SplitOptimizer, build_optimizer
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (16, 8),
@@ -135,30 +135,6 @@ def test_the_split_step_equals_adamw_and_muon_run_by_hand() -> None:
         muon.step()
     for name, value in values(model).items():
         torch.testing.assert_close(value, params[name].detach(), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        ("layers.0.ffn.experts.w13", (6, 6)),
-        ("layers.0.ffn.shared_experts.w13.weight", (6, 6)),
-        ("layers.0.ffn.experts.w2", None),
-        ("layers.0.hc_attn.fn", (2, 2, 4)),
-        ("hc_head.fn", None),
-        ("layers.0.attn.compressor.wkv.weight", (4, 4)),
-        ("layers.0.attn.indexer.compressor.wkv.weight", (2, 2)),
-        ("layers.0.attn.wo_a", None),
-        ("layers.0.attn.wq_b.weight", None),
-    ],
-)
-def test_tensors_that_hold_several_matrices_are_cut_into_them(name: str, rows: tuple[int, ...] | None) -> None:
-    assert matrix_rows(name, parameter_names(NamedModel())) == rows
-
-
-def test_a_flat_output_projection_is_cut_into_its_groups() -> None:
-    shapes = {"x.attn.wq_b.weight": (8, 4), "x.attn.wo_a.weight": (6, 4)}
-    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    assert matrix_rows("x.attn.wo_a.weight", params) == (3, 3)
 
 
 @pytest.mark.parametrize(("decay_vectors", "expected"), [(False, 0.0), (True, 0.1)])
@@ -300,64 +276,3 @@ def test_a_model_of_vectors_alone_needs_no_muon() -> None:
 def test_a_setting_that_cannot_be_meant_is_refused_by_name(setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         OptimConfig(**setting)  # type: ignore[arg-type]  # wrong on purpose
-
-
-def test_gradient_norms_by_group_add_up_to_the_global_norm() -> None:
-    model = NamedModel()
-    model.fill_gradients(0)
-    norms = clip_gradients(model, None)
-    assert norms.keys() - {"global"} == {
-        "attention", "indexer", "moe", "router", "hyper_connections", "embedding", "norms", "mtp",
-    }  # fmt: skip
-    expected = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm().item()
-    assert norms["global"] == pytest.approx(expected, rel=1e-6)
-    assert sum(v**2 for k, v in norms.items() if k != "global") == pytest.approx(norms["global"] ** 2, rel=1e-9)
-    router = model.get_parameter("layers.0.ffn.gate.weight").grad
-    assert router is not None
-    assert norms["router"] == pytest.approx(router.norm().item(), rel=1e-6)
-
-
-def test_clipping_scales_to_the_given_norm_and_reports_the_norm_before() -> None:
-    model = NamedModel()
-    model.fill_gradients(0)
-    before = clip_gradients(model, None)["global"]
-    assert clip_gradients(model, before / 4)["global"] == pytest.approx(before)
-    assert clip_gradients(model, None)["global"] == pytest.approx(before / 4, rel=1e-6)
-
-
-@pytest.mark.parametrize("max_norm", [None, 1e9])
-def test_gradients_below_the_limit_keep_every_bit(max_norm: float | None) -> None:
-    model = NamedModel()
-    model.fill_gradients(0)
-    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    clip_gradients(model, max_norm)
-    assert all(torch.equal(before[n], p.grad) for n, p in model.named_parameters() if p.grad is not None)
-
-
-def test_bf16_gradients_are_summed_in_higher_precision() -> None:
-    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-    model.weight.grad = torch.full_like(model.weight, 1.0078125)
-    assert clip_gradients(model, None)["global"] == pytest.approx(64 * 1.0078125, rel=1e-6)
-
-
-def test_a_frozen_group_is_absent_rather_than_zero() -> None:
-    model = NamedModel()
-    model.freeze(indexer=True, rest=False)
-    model.fill_gradients(0)
-    assert "indexer" not in clip_gradients(model, None)
-
-
-def test_a_sharded_model_can_replace_the_sum() -> None:
-    model = NamedModel()
-    model.fill_gradients(0)
-    alone = clip_gradients(model, None)
-    four = clip_gradients(model, None, reduce=lambda squares: 4 * squares)
-    assert four == pytest.approx({name: 2 * norm for name, norm in alone.items()})
-
-
-def test_a_norm_that_is_not_finite_is_reported_and_clips_nothing() -> None:
-    model = nn.Linear(2, 2, bias=False)
-    model.weight.grad = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
-    norms = clip_gradients(model, 0.1)
-    assert norms["global"] != norms["global"]
-    assert model.weight.grad[0, 0] == 1.0

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from weight_folders import contents, rewrite
 
 from dsv4c.config import ModelConfig
 from dsv4c.errors import WeightsError
 from dsv4c.model.transformer import DeepseekV4
 from dsv4c.weights import check, load_weights, save_weights
 from dsv4c.weights.stream import Source
-from tests.weights.conftest import contents, rewrite
 
 BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 TABLE = "model.layers.0.mlp.gate.tid2eid"
@@ -73,9 +73,7 @@ def test_a_model_of_another_size_is_told_by_counts_and_first_keys(folder: Path, 
 
 
 @pytest.mark.parametrize("options", [{}, {"strict": False}, {"allow_missing": ("*",)}])
-def test_a_missing_router_bias_is_an_error_and_never_zeros(
-    folder: Path, config: ModelConfig, options: Any
-) -> None:  # B14
+def test_a_missing_router_bias_is_an_error_and_never_zeros(folder: Path, config: ModelConfig, options: Any) -> None:  # B14
     rewrite(folder, {BIAS: None})
     assert f"1 missing ({BIAS})" in refused(folder, config, **options)
 
@@ -127,7 +125,7 @@ def test_an_mtp_layer_that_the_model_lacks_is_unexpected(folder: Path, config: M
 def test_half_a_stack_of_experts_is_refused(model: DeepseekV4, config: ModelConfig, tmp_path: Path) -> None:
     save_weights(model, tmp_path / "w", layout="released")
     rewrite(tmp_path / "w", {"layers.0.ffn.experts.3.w1.weight": None})
-    with pytest.raises(WeightsError, match="1 of the 16 tensors that make up layers.0.ffn.experts.w13 are missing"):
+    with pytest.raises(WeightsError, match=r"1 of the 16 tensors that make up layers\.0\.ffn\.experts\.w13 are missing"):
         load_weights(DeepseekV4(config), tmp_path / "w", strict=False)
 
 
@@ -183,5 +181,5 @@ def test_a_damaged_file_an_absent_shard_and_a_broken_index_are_named(
 
 def test_one_key_in_two_files_without_an_index_is_refused(folder: Path) -> None:
     (folder / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(WeightsError, match="is in two files: copy.safetensors and model.safetensors"):
+    with pytest.raises(WeightsError, match=r"is in two files: copy\.safetensors and model\.safetensors"):
         Source(folder)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from weight_folders import contents, rewrite, same
 
 from dsv4c.config import ModelConfig
 from dsv4c.errors import WeightsError
@@ -13,7 +14,6 @@ from dsv4c.model.transformer import DeepseekV4
 from dsv4c.weights import check, convert, from_pretrained, save_weights
 from dsv4c.weights.shards import Planned, ShardWriter
 from dsv4c.weights.stream import Source
-from tests.weights.conftest import contents, rewrite, same
 
 LAYOUTS = ["hf", "released", "dsv4c"]
 
@@ -24,19 +24,18 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("start", LAYOUTS)
 @pytest.mark.parametrize("to", LAYOUTS)
-def test_converting_writes_the_very_files_that_saving_would(
-    model: DeepseekV4, start: str, to: str, tmp_path: Path
-) -> None:
+def test_converting_writes_the_very_files_that_saving_would(model: DeepseekV4, start: str, to: str, tmp_path: Path) -> None:
     save_weights(model, tmp_path / "start", layout=start, max_shard_bytes=700_000)
     save_weights(model, tmp_path / "saved", layout=to, max_shard_bytes=500_000)
     convert(tmp_path / "start", tmp_path / "converted", to=to, max_shard_bytes=500_000)
     assert files(tmp_path / "converted") == files(tmp_path / "saved")
 
 
-def test_released_to_ours_to_hugging_face_to_released_is_the_same_bit_for_bit(
-    model: DeepseekV4, tmp_path: Path
-) -> None:
-    save_weights(model, tmp_path / "a", layout="released", dtype="released")
+def test_released_to_ours_to_hugging_face_to_released_is_the_same_bit_for_bit(model: DeepseekV4, tmp_path: Path) -> None:
+    save_weights(model, tmp_path / "first", layout="released", dtype="released")
+    # A block whose largest value was rounded down to half the range has a smaller scale that holds it just as well.
+    convert(tmp_path / "first", tmp_path / "a", to="released", dtype="released")
+    assert same(from_pretrained(tmp_path / "a"), from_pretrained(tmp_path / "first"))
     convert(tmp_path / "a", tmp_path / "b", to="dsv4c")
     convert(tmp_path / "b", tmp_path / "c", to="hf")
     convert(tmp_path / "c", tmp_path / "d", to="released", dtype="released")
@@ -79,9 +78,7 @@ def test_the_mtp_layer_can_be_left_out_and_done_without(model: DeepseekV4, tmp_p
     assert files(tmp_path / "c") == files(tmp_path / "b")
 
 
-def test_no_more_than_one_part_is_read_at_a_time(
-    model: DeepseekV4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_one_part_is_read_at_a_time(model: DeepseekV4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_weights(model, tmp_path / "a", layout="dsv4c")
     sizes: list[int] = []
     read = Source.read
@@ -104,7 +101,8 @@ def test_shards_hold_to_their_limit_and_the_index_names_every_tensor(tmp_path: P
     for t in plan:
         values = torch.arange(t.shape[0], dtype=torch.float32)
         assert writer.write(t.key, values[:1]) == 4
-        writer.write(t.key, values[1:])
+        if t.bytes > 4:
+            writer.write(t.key, values[1:])
     writer.close()
     source = Source(tmp_path)
     assert {key: source.read(key).tolist() for key in source.headers}["t2"] == list(range(40))

@@ -37,9 +37,7 @@ def test_the_released_layout_stores_as_many_tensors_and_elements_as_was_publishe
 def test_the_table_names_every_tensor_of_our_model_in_its_shape(preset: str) -> None:
     with torch.device("meta"):
         state = DeepseekV4(ModelConfig.preset(preset)).state_dict()
-    assert {t.name: t.shape for t in tensors(ModelConfig.preset(preset))} == {
-        k: tuple(v.shape) for k, v in state.items()
-    }
+    assert {t.name: t.shape for t in tensors(ModelConfig.preset(preset))} == {k: tuple(v.shape) for k, v in state.items()}
 
 
 def test_the_table_names_every_tensor_of_transformers_model_in_its_shape(config: ModelConfig) -> None:
@@ -53,9 +51,7 @@ def test_the_table_names_every_tensor_of_transformers_model_in_its_shape(config:
 
 
 @pytest.mark.parametrize("layout", MARKS)
-def test_the_parts_of_every_key_tile_it_and_the_parts_of_every_tensor_tile_that(
-    config: ModelConfig, layout: str
-) -> None:
+def test_the_parts_of_every_key_tile_it_and_the_parts_of_every_tensor_tile_that(config: ModelConfig, layout: str) -> None:
     seen = {t.name: torch.zeros(t.shape, dtype=torch.int8) for t in tensors(config)}
     for entry in entries(config, layout):  # type: ignore[arg-type]  # the parameter comes from MARKS
         key = torch.zeros(entry.shape, dtype=torch.int8)

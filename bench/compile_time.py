@@ -1,0 +1,105 @@
+"""What compilation costs and whether it stays done: graphs, breaks, recompiles, seconds by depth.
+
+A model of many layers must compile in the time of its kinds: the ratio compares the first step of a deep model with that
+of one that has each kind once, both without any cache, in one process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from dsv4c.config import ModelConfig
+from dsv4c.model.transformer import DeepseekV4
+from dsv4c.torch_compat import compile_counts, inductor_settings, reset_compiler
+from dsv4c.train.optim import OptimConfig, build_optimizer
+from dsv4c.train.step import TrainStep
+
+
+def each_kind_once(config: ModelConfig) -> ModelConfig:
+    """The same widths with every layer kind of ``config`` exactly once, hash layers first."""
+    kinds = list(dict.fromkeys(config.layer_kinds[: config.num_hidden_layers]))
+    kinds.sort(key=lambda kind: kind.router != "hash")
+    return config.replace(
+        num_hidden_layers=len(kinds), num_hash_layers=sum(k.router == "hash" for k in kinds),
+        compress_ratios=(*(k.ratio for k in kinds), *config.compress_ratios[config.num_hidden_layers :]),
+    )  # fmt: skip
+
+
+def flash_depth(config: ModelConfig) -> ModelConfig:
+    """The widths of ``config`` with the 43 layers of Flash: 2 SWA, 21 CSA, 20 HCA, the first three with hash routers."""
+    flash = ModelConfig.preset("flash")
+    ratios = tuple(config.hca_ratio if m == flash.hca_ratio else m for m in flash.compress_ratios)
+    return config.replace(
+        num_hidden_layers=flash.num_hidden_layers, compress_ratios=ratios, num_hash_layers=flash.num_hash_layers
+    )
+
+
+def _step(config: ModelConfig) -> TrainStep:
+    torch.manual_seed(0)
+    model = DeepseekV4(config)
+    return TrainStep(model, build_optimizer(model, OptimConfig(lr=1e-3)))
+
+
+def _batches(config: ModelConfig, seq_len: int, n: int) -> Iterable[dict[str, torch.Tensor]]:
+    for _ in range(n):
+        ids = torch.randint(0, config.vocab_size, (1, seq_len + 1))
+        yield {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+def stays_compiled(preset: str, *, seq_len: int, steps: int, progress: Progress | None = None) -> dict[str, Any]:
+    """Graphs after the first step, and graphs and breaks after ``steps`` more."""
+    reset_compiler()
+    config = ModelConfig.preset(preset)
+    step = _step(config)
+    task = progress.add_task(f"{preset}: {steps} steps", total=steps + 1) if progress else None
+    first = 0
+    for i, batch in enumerate(_batches(config, seq_len, steps + 1)):
+        step.step(batch)
+        if i == 0:
+            first = compile_counts().graphs
+        if progress is not None and task is not None:
+            progress.advance(task)
+    after = compile_counts()
+    return {
+        "bench": "stays_compiled", "preset": preset, "steps": steps, "graphs": first,
+        "graph_breaks": after.graph_breaks, "recompiles": after.graphs - first,
+    }  # fmt: skip
+
+
+def depth_ratio(preset: str, *, seq_len: int, progress: Progress | None = None) -> dict[str, Any]:
+    """Seconds that the first step spends beyond a later one, for Flash's 43 layers and for each kind once."""
+    base = ModelConfig.preset(preset)
+    flash = flash_depth(base)
+    configs = {"each kind once": each_kind_once(flash), "43 layers": flash}
+    task = progress.add_task("compiling", total=len(configs)) if progress else None
+    spent: dict[str, float] = {}
+    graphs: dict[str, int] = {}
+    with inductor_settings(force_disable_caches=True):
+        _warm_up_toolchain(base, seq_len)
+        for name, config in configs.items():
+            reset_compiler()
+            step = _step(config)
+            laps = []
+            for batch in _batches(config, seq_len, 3):
+                began = time.perf_counter()
+                step.step(batch)
+                laps.append(time.perf_counter() - began)
+            spent[name] = laps[0] - min(laps[1:])
+            graphs[name] = compile_counts().graphs
+            if progress is not None and task is not None:
+                progress.advance(task)
+    return {
+        "bench": "depth_ratio", "preset": preset, "seq_len": seq_len, "seconds": spent, "graphs": graphs,
+        "ratio": spent["43 layers"] / spent["each kind once"],
+    }  # fmt: skip
+
+
+def _warm_up_toolchain(config: ModelConfig, seq_len: int) -> None:
+    """Compile something small first: a process's first compilation pays for headers and instruction-set checks."""
+    reset_compiler()
+    torch.compile(lambda x: (x.sin() + 1).sum(), fullgraph=True)(torch.ones(seq_len, config.hidden_size))

@@ -1,0 +1,88 @@
+"""``dsv4c bench``: the training step against a peer, and what compilation costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+app = typer.Typer(help="Measure: ratios, both sides in one run.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Save = Annotated[Path | None, typer.Option(help="Append the result to this JSONL file.")]
+
+
+Rows = Sequence[tuple[str, ...]]
+
+
+def _finish(result: dict[str, Any], as_json: bool, save: Path | None, rows: Rows, head: tuple[str, ...]) -> None:
+    from dsv4c.bench.measure import append
+
+    if save is not None:
+        append(save, result)
+    if as_json:
+        print(json.dumps(result))
+        return
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@app.command()
+def step(
+    preset: Annotated[str, typer.Option(help="Model size.")] = "small",
+    seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 1024,
+    batch_size: Annotated[int, typer.Option(help="Rows.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Timed repetitions; the median counts.")] = 5,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """A training step against transformers' eager model of the same shapes."""
+    from dsv4c.bench.step import compare_step
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        r = compare_step(
+            preset, seq_len=seq_len, batch_size=batch_size, repeats=repeats, threads=threads, progress=progress
+        )
+    rows = [(n, f"{r['seconds'][n]:.3f}", f"{r['peak_bytes'][n] / 1e6:,.0f}") for n in ("dsv4c", "transformers")]
+    rows.append(("ratio", f"{r['speedup']:.2f}x faster", f"{r['memory_ratio']:.2f}x the memory"))
+    title = f"{preset}, {r['parameters']:,} parameters, S={seq_len}"
+    _finish(r, as_json, save, rows, (title, "s per step", "peak MB"))
+
+
+@app.command(name="compile")
+def compile_(
+    preset: Annotated[str, typer.Option(help="Model size.")] = "tiny",
+    seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 64,
+    steps: Annotated[int, typer.Option(help="Steps after the first.")] = 20,
+    depth: Annotated[bool, typer.Option("--depth/--no-depth", help="Also compile Flash's 43 layers.")] = True,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Graph breaks and recompiles over a run; compile time of 43 layers against each kind once."""
+    from dsv4c.bench.compile_time import depth_ratio, stays_compiled
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        result = stays_compiled(preset, seq_len=seq_len, steps=steps, progress=progress)
+        if depth:
+            result |= {"depth": depth_ratio(preset, seq_len=seq_len, progress=progress)}
+    rows = [
+        ("graphs compiled", str(result["graphs"])),
+        (f"graph breaks over {steps} steps", str(result["graph_breaks"])),
+        (f"recompiles over {steps} steps", str(result["recompiles"])),
+    ]
+    if depth:
+        d = result["depth"]
+        rows += [(f"compile, {n}", f"{s:.1f} s, {d['graphs'][n]} graphs") for n, s in d["seconds"].items()]
+        rows.append(("43 layers / each kind once", f"{d['ratio']:.2f}"))
+    _finish(result, as_json, save, rows, (f"{preset}, S={seq_len}", ""))
+    if result["graph_breaks"] or result["recompiles"]:
+        raise typer.Exit(1)

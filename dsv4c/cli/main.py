@@ -1,0 +1,43 @@
+"""The command ``dsv4c``: mounts the command groups and turns errors into messages and exit statuses.
+
+Exit status: 0 done; 1 the answer is no (a violation, a regression, a non-finite loss); 2 usage or input error.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from dsv4c.errors import Dsv4Error
+
+app = typer.Typer(
+    name="dsv4c",
+    help="Train DeepSeek-V4 models with torch.compile, and see what happens inside.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _mount() -> None:
+    from dsv4c.cli import bench, environment, report, train, weights
+
+    app.command("train")(train.train)
+    app.command("report")(report.report)
+    app.command("env")(environment.env)
+    app.add_typer(weights.app, name="weights")
+    app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    _mount()
+    try:
+        app()
+    except Dsv4Error as error:
+        kind = "error" if error.exit_status == 2 else type(error).__name__
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]{kind}:[/] {escape(str(error))}", highlight=False)
+        sys.exit(error.exit_status)

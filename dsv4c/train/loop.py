@@ -1,0 +1,263 @@
+"""A training run from its first step to its report: stages, schedule, log, checkpoints, and what stops it.
+
+Ties together the loader, the step, the log and the checkpoints; decides when, never how.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from dsv4c.config import ModelConfig
+from dsv4c.errors import CheckpointError, ConfigError, NonFiniteError
+from dsv4c.model.transformer import DeepseekV4
+from dsv4c.torch_compat import compile_counts
+from dsv4c.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from dsv4c.train.data import Loader, make_loader
+from dsv4c.train.log import RunLog
+from dsv4c.train.optim import OptimConfig, SplitOptimizer, build_optimizer
+from dsv4c.train.schedule import LrSchedule, Stage, lr_factor, mtp_coef, parse_stages, stage_at
+from dsv4c.train.step import TrainStep
+
+FORCED = "BENCHMARK ONLY: routing is forced to be balanced; the router is not used and the balance objective is off"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run depends on. ``model`` and what stands before ``out`` must be the same when it is resumed."""
+
+    model: ModelConfig
+    data: tuple[str, ...] = ()  # empty: the running Python's standard library
+    tokenizer: str = "bytes"
+    text_field: str = "text"
+    steps: int = 300
+    seq_len: int = 256
+    batch_size: int = 4
+    grad_accum: int = 1
+    dtype: str = "fp32"
+    seed: int = 0
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    decay: str = "cosine"
+    decay_start: int | None = None
+    mtp_coef_after_decay: float | None = None  # None: the coefficient stays
+    stages: str = "sparse"
+    out: str = "runs/latest"
+    cache_dir: str | None = None
+    resume: bool = False
+    compile: bool = True
+    recompute: str = "off"  # "off", "all", or layer indices: "0,1,5"
+    log_every: int = 10
+    save_every: int = 100
+    keep: int = 3
+    device: str = "cpu"
+
+    def must_match(self) -> dict[str, Any]:
+        """The part that a checkpoint is checked against."""
+        values = asdict(self) | {"model": self.model.to_dict(), "optim": asdict(self.optim)}
+        names = list(values)
+        return {k: v for k, v in values.items() if names.index(k) < names.index("out")}
+
+
+class _StopRequest:
+    """SIGINT and SIGTERM ask for an orderly end: the step is finished and a checkpoint written."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is not None:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _compiling(console: Console, on: bool) -> Iterator[None]:
+    """Says what a first step is waiting for: how many regions are compiled so far."""
+    if not on:
+        yield
+        return
+    began, before, done = time.perf_counter(), compile_counts().graphs, threading.Event()
+
+    def text() -> str:
+        n = compile_counts().graphs - before
+        return f"compiling: {n} regions, {time.perf_counter() - began:.0f} s"
+
+    with console.status(text()) as status:
+
+        def watch() -> None:
+            while not done.wait(0.5):
+                status.update(text())
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+    if compile_counts().graphs > before:
+        console.print(text().replace("compiling", "compiled"), highlight=False)
+
+
+class Run:
+    """One training run; :meth:`train` does all of it and returns the last log record."""
+
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        self.config, self.console = config, console
+        self.out = Path(config.out)
+        self.checkpoints = self.out / "checkpoints"
+        resume_from = self._resume_from()
+        self.stages = parse_stages(config.stages, config.steps)
+        self.schedule = LrSchedule(
+            config.steps, min(config.optim.warmup_steps, config.steps), config.optim.min_lr_ratio, config.decay,
+            config.decay_start,
+        )  # fmt: skip
+        config.model.warn_if_everything_is_selected(config.seq_len)
+        torch.manual_seed(config.seed)
+        with torch.device(config.device):
+            self.model = DeepseekV4(config.model)
+        layers = config.recompute
+        self.model.set_recompute(layers if layers in ("off", "all") else _indices(layers))
+        self.loader: Loader = make_loader(
+            list(config.data) or None, tokenizer=config.tokenizer, seq_len=config.seq_len, batch_size=config.batch_size,
+            seed=config.seed, cache_dir=config.cache_dir, vocab_size=config.model.vocab_size,
+            text_field=config.text_field,
+        )  # fmt: skip
+        self.optimizer: SplitOptimizer = build_optimizer(self.model, config.optim)
+        self.first_step = 0
+        if resume_from is not None:
+            state = load_checkpoint(
+                resume_from, model=self.model, optimizer=self.optimizer, config=config.must_match()
+            )
+            self.loader.load_state_dict(state["loader_state"])
+            self.first_step = state["step"]
+            console.print(f"resumed from {resume_from} at step {self.first_step}", highlight=False)
+        if self.first_step >= config.steps:
+            raise ConfigError(
+                f"the run is already at step {self.first_step}", where=str(self.out), allowed=f"steps > {self.first_step}",
+                do="ask for more steps, or start another run",
+            )  # fmt: skip
+        self.step = TrainStep(
+            self.model, self.optimizer, grad_accum=config.grad_accum, dtype=config.dtype,
+            grad_clip=config.optim.grad_clip, compile=config.compile,
+        )  # fmt: skip
+        self.step.steps = self.first_step
+
+    def _resume_from(self) -> Path | None:
+        if not self.config.resume:
+            return None
+        found = latest_checkpoint(self.checkpoints)
+        if found is None:
+            raise CheckpointError(
+                "there is no checkpoint to resume from", where=str(self.checkpoints), allowed="a folder step-NNNNNNNN",
+                do="start the run without --resume, or name its folder with --out",
+            )  # fmt: skip
+        return found
+
+    def _enter(self, stage: Stage, log: RunLog) -> None:
+        """Freeze and thaw what the stage says."""
+        self.model.set_stage(stage.name)
+        self.optimizer.refresh(self.model)
+        log.set_objectives(self.model.objectives)
+
+    def _set_rates(self, step: int, stage: Stage) -> float:
+        """The learning rate and the MTP coefficient of this step; both are functions of the step alone."""
+        c = self.config
+        factor = 1.0 if stage.lr is not None else lr_factor(step, self.schedule)
+        self.optimizer.set_lr(factor, peak=stage.lr)
+        if c.mtp_coef_after_decay is not None and c.model.predicts_two_ahead:
+            coef = mtp_coef(step, self.schedule, high=c.model.mtp_loss_coef, low=c.mtp_coef_after_decay)
+            self.model.mtp_loss_coef = coef
+        return (c.optim.lr if stage.lr is None else stage.lr) * factor
+
+    def _save(self, step: int) -> Path:
+        return save_checkpoint(
+            self.checkpoints, step=step, model=self.model, optimizer=self.optimizer,
+            loader_state=dict(self.loader.state_dict()), extra={}, config=self.config.must_match(), keep=self.config.keep,
+        )  # fmt: skip
+
+    def train(self) -> dict[str, Any]:
+        """Train to the last step, or to a SIGINT or SIGTERM; raises NonFiniteError with the last good checkpoint named."""
+        c = self.config
+        log = RunLog(
+            self.out, console=self.console, total_steps=c.steps, objectives=self.model.objectives,
+            banner=FORCED if c.model.force_balanced_routing else None,
+            resume_step=self.first_step if c.resume else None,
+        )  # fmt: skip
+        record: dict[str, Any] = {}
+        entered: Stage | None = None
+        with log, _StopRequest() as stop:
+            log.start(asdict(c) | {"model": c.model.to_dict(), "optim": asdict(c.optim)})
+            for step in range(self.first_step, c.steps):
+                stage = stage_at(step, self.stages)
+                is_new = stage != entered
+                if is_new:
+                    self._enter(stage, log)
+                    entered = stage
+                lr = self._set_rates(step, stage)
+                batches = [self.loader.next_batch() for _ in range(c.grad_accum)]
+                try:
+                    with _compiling(self.console, on=is_new and c.compile):
+                        result = self.step.step(batches)
+                except NonFiniteError as error:
+                    raise self._with_checkpoint(error) from error
+                tokens = sum(b["input_ids"].numel() for b in batches)
+                done = step + 1
+                log.advance(done, tokens=tokens, loss=result["loss"])
+                ends = done == c.steps or stop.signal is not None
+                if done % c.log_every == 0 or step == self.first_step or ends:
+                    record = self._log(log, done, result, lr, stage)
+                if done % c.save_every == 0 or ends:
+                    self._save(done)
+                if stop.signal is not None:
+                    self.console.print(f"stopped by signal {stop.signal} after step {done}; go on with --resume")
+                    break
+        return record
+
+    def _log(self, log: RunLog, done: int, result: dict[str, float], lr: float, stage: Stage) -> dict[str, Any]:
+        names = self.model.objectives
+        norms = {k.removeprefix("grad_norm/"): v for k, v in result.items() if k.startswith("grad_norm/")}
+        metrics = {k: v for k, v in result.items() if k.startswith("raw/") or k == "captured_mass"}
+        counts = compile_counts()
+        return log.log(
+            done, losses={k: result[k] for k in names if k in result}, lr=lr, stage=stage.name,
+            metrics={**metrics, "expert_load": self.step.expert_load, "graphs": counts.graphs,
+                     "graph_breaks": counts.graph_breaks},
+            grad_norm={"global": result["grad_norm"], **norms},
+        )  # fmt: skip
+
+    def _with_checkpoint(self, error: NonFiniteError) -> NonFiniteError:
+        last = latest_checkpoint(self.checkpoints) if self.checkpoints.exists() else None
+        named = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+        return NonFiniteError(error.what, where=error.where, allowed=error.allowed, do=f"{error.do}; {named}")
+
+
+def _indices(text: str) -> list[int]:
+    try:
+        return [int(i) for i in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"recompute is {text!r}", where="--recompute", allowed="off, all, or layer indices such as 0,1,5",
+            do="correct the list",
+        ) from error  # fmt: skip

@@ -1,0 +1,1 @@
+"""Tests of the operators, one file each; the inputs are in ``cases``, the common promises in ``contract``."""
