@@ -31,7 +31,8 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module:
     """transformers' deepseek_v4 of the same sizes, eager attention."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-    hf = DeepseekV4Config(**write_hf(config), attn_implementation="eager")
+    hf = DeepseekV4Config(**write_hf(config))
+    hf._attn_implementation = "eager"
     return DeepseekV4ForCausalLM(hf).float().train()
 
 

@@ -1,7 +1,8 @@
 """``dsv4::indexer_kl_target``: what the indexer is taught (specification, section 5.1).
 
 Works through blocks of queries with the head sum inside: no [B,H,S,K] and no [B,S,K,c] tensor exists.  It has no gradient:
-the teacher is a constant of the distillation.
+the teacher is a constant of the distillation, also where its inputs require one, so that the loss cannot reach what the
+teacher was made of.
 """
 
 from __future__ import annotations
@@ -45,3 +46,14 @@ def indexer_kl_target(q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | Non
 @indexer_kl_target.register_fake
 def _(q, entries, ids, lse, scale, ratio):  # type: ignore[no-untyped-def]  # schema above
     return torch.empty(ids.shape, dtype=accumulator(q, entries), device=q.device)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # autograd context
+    ctx.mark_non_differentiable(output)
+
+
+def _backward(ctx, _grad):  # type: ignore[no-untyped-def]  # autograd context
+    return None, None, None, None, None, None
+
+
+indexer_kl_target.register_autograd(_backward, setup_context=_save)

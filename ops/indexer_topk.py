@@ -32,8 +32,9 @@ def indexer_topk(
     for first, last in query_blocks(n_tokens, heads):
         n = complete_windows(last, ratio, k.shape[1])
         dots = torch.bmm(q[:, first:last].to(acc).reshape(batch, -1, width), k[:, :n].to(acc).mT).relu_()
-        weights = w[:, first:last].to(acc).reshape(-1, 1, heads)
-        scores = torch.bmm(weights, dots.view(-1, heads, n)).view(batch, last - first, n)
+        rows = batch * (last - first)  # not -1: where there is no entry, nothing says how many rows there are
+        weights = w[:, first:last].to(acc).reshape(rows, 1, heads)
+        scores = torch.bmm(weights, dots.view(rows, heads, n)).view(batch, last - first, n)
         scores.masked_fill_(~entry_mask(start[:, first:last], entry_end[:, :n], first), NOWHERE)
         values, chosen = scores.topk(min(n_chosen, n), -1)
         ids[:, first:last, : chosen.shape[-1]] = torch.where(values == NOWHERE, -1, chosen)
@@ -72,7 +73,8 @@ def indexer_topk_backward(
         g.scatter_(-1, chosen.masked_fill(none, n), grad[:, first:last].to(acc).masked_fill(none, 0.0))
         g = g[:, :, :n]
         dots = torch.bmm(queries, keys.mT).relu_().view(batch, last - first, heads, n)
-        dw[:, first:last] = torch.bmm(dots.flatten(0, 1), g.reshape(-1, n, 1)).view(batch, last - first, heads).to(w.dtype)
+        weighed = torch.bmm(dots.flatten(0, 1), g.reshape(batch * (last - first), n, 1))
+        dw[:, first:last] = weighed.view(batch, last - first, heads).to(w.dtype)
         dz = torch.where(dots > 0, g[:, :, None, :] * w[:, first:last, :, None].to(acc), 0.0).flatten(1, 2)
         dq[:, first:last] = torch.bmm(dz, keys).view(batch, last - first, heads, width).to(q.dtype)
         dk[:, :n] += torch.bmm(dz.mT, queries)

@@ -23,13 +23,15 @@ app = typer.Typer(
 
 
 def _mount() -> None:
-    from dsv4c.cli import bench, environment, report, train, weights
+    from dsv4c.cli import bench, weights
+    from dsv4c.cli.environment import env
+    from dsv4c.cli.report import report
+    from dsv4c.cli.train import train
 
-    app.command("train")(train.train)
-    app.command("report")(report.report)
-    app.command("env")(environment.env)
-    app.add_typer(weights.app, name="weights")
-    app.add_typer(bench.app, name="bench")
+    for command in (train, report, env):
+        app.command()(command)
+    for name, group in (("weights", weights.app), ("bench", bench.app)):
+        app.add_typer(group, name=name)
 
 
 def main() -> None:

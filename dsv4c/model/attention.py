@@ -91,8 +91,9 @@ class Attention(KeepsFp32):
         q = rms(self.wq_b(query_latent).unflatten(-1, (self.heads, self.width)), self.eps).to(x.dtype)
         q = rotate(q, at.cos, at.sin)
         kv = self.latent(self.kv_norm(self.wkv(x)), at.cos, at.sin)
-        latent = kv[:, :0] if self.compressor is None else self.compressor(x, at)
-        entries = self.latent(latent, at.entry_cos, at.entry_sin)
+        entries = kv[:, :0]
+        if self.compressor is not None:
+            entries = self.latent(self.compressor(x, at), at.entry_cos, at.entry_sin)
         chosen, ids, scores = self.select(x, query_latent, at, entries.shape[1], dense, teach)
         with no_autocast(x):
             o, lse = ops.sparse_attention(

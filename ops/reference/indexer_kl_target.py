@@ -10,6 +10,8 @@ from dsv4c.ops.visibility import NOWHERE, accumulator
 
 def indexer_kl_target(q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | None, scale: float, ratio: int) -> Tensor:
     """``T_tp ~ sum_h e^(z_thp - lse_th)`` (joint) or ``sum_h softmax_p(z_thp)`` (selected), p over the selected."""
+    # The teacher is a constant, whatever its inputs require.
+    q, entries, lse = q.detach(), entries.detach(), None if lse is None else lse.detach()
     acc = accumulator(q, entries)
     valid = ids >= 0
     picked = ids.clamp(min=0)
