@@ -38,9 +38,7 @@ class LayerLayout(NamedTuple):
     entry_sin: Tensor
 
 
-def rows(
-    input_ids: Tensor, document_ids: Tensor | None, padding_mask: Tensor | None, position_ids: Tensor | None
-) -> Rows:
+def rows(input_ids: Tensor, document_ids: Tensor | None, padding_mask: Tensor | None, position_ids: Tensor | None) -> Rows:
     """Split the rows into runs of one document id and one padding value."""
     batch, n_tokens = input_ids.shape
     index = torch.arange(n_tokens, device=input_ids.device).expand(batch, n_tokens)

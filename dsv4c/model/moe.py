@@ -80,10 +80,13 @@ class _Permute(torch.autograd.Function):
     """``x[index]`` whose backward is ``grad[inverse]`` summed over copies: no scatter, so the order of adding is fixed."""
 
     @staticmethod
-    def forward(ctx, x, index, inverse, copies):  # type: ignore[no-untyped-def]  # autograd context
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
+    def forward(x, index, inverse, copies):  # type: ignore[no-untyped-def]  # as setup_context
         return x[index // copies]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]  # autograd context; apart for torch.func
+        _, _, inverse, ctx.copies = inputs
+        ctx.save_for_backward(inverse)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]  # autograd context

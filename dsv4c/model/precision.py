@@ -7,6 +7,7 @@ The specification's table of what must be fp32 (section 0) is kept by two means:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -19,14 +20,15 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def no_autocast(x: Tensor) -> torch.autocast:
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A region in which an outer autocast does not touch matrix products; ``.float()`` alone does not stop it (B35)."""
-    return torch.autocast(x.device.type, enabled=False)
+    # There is no autocast of the meta device, where shapes are worked out.
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def activation_dtype(like: Tensor) -> torch.dtype:
     """The dtype of residual streams: the autocast dtype inside autocast, the parameters' dtype outside."""
-    if torch.is_autocast_enabled(like.device.type):
+    if not like.is_meta and torch.is_autocast_enabled(like.device.type):
         return torch.get_autocast_dtype(like.device.type)
     return like.dtype
 

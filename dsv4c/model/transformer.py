@@ -7,6 +7,7 @@ kind share their code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,9 +68,10 @@ class Block(nn.Module):
     ) -> tuple[Tensor, BlockFacts]:
         """streams [B,S,n,D] -> streams [B,S,n,D]."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self.body, streams, token_ids, at, dense, teach, use_reentrant=False, context_fn=_selective
-            )
+            with _casts_again(streams):
+                return checkpoint(
+                    self.body, streams, token_ids, at, dense, teach, use_reentrant=False, context_fn=_selective
+                )
         return self.body(streams, token_ids, at, dense, teach)
 
     def body(
@@ -81,6 +83,14 @@ class Block(nn.Module):
         u, post, comb = self.hc_ffn.pre(streams)
         y, experts = self.ffn(self.ffn_norm(u), token_ids, at)
         return self.hc_ffn.post(y, streams, post, comb), BlockFacts(*attention, *experts)
+
+
+def _casts_again(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast without its cache of cast weights: recomputation finds that empty and would run other operations."""
+    kind = x.device.type
+    if torch.compiler.is_compiling() or x.is_meta or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 def _selective() -> Any:

@@ -225,13 +225,14 @@ class Run:
                 tokens = sum(b["input_ids"].numel() for b in batches)
                 done = step + 1
                 log.advance(done, tokens=tokens, loss=result["loss"])
-                ends = done == c.steps or stop.signal is not None
+                asked = stop.signal  # read once: a signal that comes later is for the next step
+                ends = done == c.steps or asked is not None
                 if done % c.log_every == 0 or step == self.first_step or ends:
                     record = self._log(log, done, result, lr, stage)
                 if done % c.save_every == 0 or ends:
                     self._save(done)
-                if stop.signal is not None:
-                    self.console.print(f"stopped by signal {stop.signal} after step {done}; go on with --resume")
+                if asked is not None:
+                    self.console.print(f"stopped by signal {asked} after step {done}; go on with --resume")
                     break
         return record
 

@@ -12,10 +12,13 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
 from dsv4c import DeepseekV4, ModelConfig
+from dsv4c.model.moe import Gate
 from dsv4c.model.transformer import ModelOutput
 
 # Specification, section 11: layers SWA, SWA, CSA, HCA, CSA and MTP, two hash routers, top-k below P from 16 tokens on.
-SPEC = ModelConfig.preset("tiny", vocab_size=96, index_topk=3, seq_balance_loss_coef=1e-2)
+# Eight indexer heads, not four: where no head of a query matches an entry its score is exactly 0, two such entries tie, and
+# which of them is selected is not defined.
+SPEC = ModelConfig.preset("tiny", vocab_size=96, index_topk=3, index_n_heads=8, seq_balance_loss_coef=1e-2)
 KINDS = {"swa": 0, "csa": 4, "hca": 8}
 EXAMPLES = settings(
     max_examples=12, deadline=None, derandomize=True, database=None,
@@ -51,12 +54,12 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
             normal(p, 0.5)
         else:
             normal(p, 1.0 if name == "embed.weight" else p.shape[-1] ** -0.5)
-    for name, b in model.named_buffers():
-        if name.endswith("bias"):
-            normal(b, 0.1)
-        else:
-            n_experts = int(b.max()) + 1
-            b.copy_(torch.rand(len(b), n_experts, generator=generator).argsort(1)[:, : b.shape[1]])
+    for gate in model.modules():
+        if isinstance(gate, Gate) and gate.hashed:
+            order = torch.rand(gate.vocab, gate.n_experts, generator=generator).argsort(1)
+            gate.tid2eid.copy_(order[:, : gate.k])
+        elif isinstance(gate, Gate):
+            normal(gate.bias, 0.1)
 
 
 def build(config: ModelConfig = SPEC, seed: int = 0) -> DeepseekV4:
@@ -119,9 +122,7 @@ def same_bits(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> bool:
 def outputs(model: DeepseekV4, kind: type[nn.Module], run: Callable[[], Any]) -> list[Any]:
     """What every module of a class returned during ``run``, in the order of the calls."""
     seen: list[Any] = []
-    hooks = [
-        m.register_forward_hook(lambda _m, _i, out: seen.append(out)) for m in model.modules() if isinstance(m, kind)
-    ]
+    hooks = [m.register_forward_hook(lambda _m, _i, out: seen.append(out)) for m in model.modules() if isinstance(m, kind)]
     try:
         run()
     finally:

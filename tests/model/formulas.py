@@ -197,9 +197,7 @@ def logits(streams: Tensor, head: Any, hc: Any, norm: Any, c: ModelConfig) -> Te
     return rms(hc_head(streams, hc, c), c.rms_norm_eps, norm.weight) @ head.weight.T
 
 
-def forward(
-    model: DeepseekV4, ids: Tensor, targets: Tensor, dense: bool = False
-) -> tuple[Tensor, dict[str, Tensor]]:
+def forward(model: DeepseekV4, ids: Tensor, targets: Tensor, dense: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits [S,V] and every objective of one document, ids and targets [S], with coefficients (section 7)."""
     c, n = model.config, len(ids)
     streams = torch.stack([model.embed.weight[ids]] * c.hc_mult, 1)

@@ -69,7 +69,7 @@ def test_a_tiny_mass_is_still_normalised() -> None:
     # section 5.1: the floor is the smallest fp32 number
     mass = torch.tensor([[2e-9, 1e-9], [1e-9, 1e-9]], dtype=torch.float64)
     found = target(mass, torch.zeros(2).double())
-    torch.testing.assert_close(found, torch.tensor([0.6, 0.4]).double(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, torch.tensor([0.6, 0.4], dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 def test_the_target_is_normalised_over_the_selected_entries_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ def packed(draw: st.DrawFn, ratios: tuple[int, ...] = (4, 8)) -> Packed:
     for _ in range(batch):
         cuts = sorted(draw(st.sets(st.integers(1, max(1, n_tokens - 1)), max_size=3)))
         edges = [0, *(c for c in cuts if c < n_tokens), n_tokens]
-        rows.append([b - a for a, b in zip(edges, edges[1:], strict=False)])
+        rows.append([b - a for a, b in pairwise(edges)])
     return pack(rows, ratio)
 
 
@@ -72,9 +73,7 @@ def incoming(shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         "of stride 0": torch.full((), 0.75, dtype=dtype).expand(shape),
         "expanded": torch.randn((*shape[:-1], 1), generator=g, dtype=torch.float64).to(dtype).expand(shape),
-        "transposed": torch.randn(shape[::-1], generator=g, dtype=torch.float64)
-        .to(dtype)
-        .permute(*range(rank - 1, -1, -1)),
+        "transposed": torch.randn(shape[::-1], generator=g, dtype=torch.float64).to(dtype).permute(*range(rank - 1, -1, -1)),
     }
 
 

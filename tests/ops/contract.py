@@ -1,6 +1,6 @@
 """What every operator promises, whatever it computes: the checks that the tests of each operator call.
 
-Sources: the architecture's rule 4 (functional, no alias, strides as the fake says, any strides taken) and the cases B49, B50.
+Sources: the architecture's rule 4 (functional, no alias, strides as the fake says, any strides taken); cases B49 and B50.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def results(value: Any) -> tuple[Tensor, ...]:
 
 
 def relative_error(a: Tensor, b: Tensor, at_least: float = 0.0) -> float:
-    """``|a - b| / |b|`` over what is finite; what is not has to be the same. ``at_least``: what |b| is taken for if smaller."""
+    """``|a - b| / |b|`` over what is finite, |b| taken for ``at_least`` if smaller; what is not has to be the same."""
     finite = torch.isfinite(b)
     assert torch.equal(torch.isfinite(a), finite)
     assert torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num())
@@ -89,8 +89,7 @@ def assert_functional(op: Operator, args: Sequence[Any]) -> None:
 def assert_takes_any_strides(op: Operator, args: Sequence[Any]) -> None:
     """Inputs in another order of memory give the same outputs and gradients."""
     other = [
-        transposed(a.detach()).requires_grad_(a.requires_grad) if isinstance(a, Tensor) and a.numel() else a
-        for a in args
+        transposed(a.detach()).requires_grad_(a.requires_grad) if isinstance(a, Tensor) and a.numel() else a for a in args
     ]
     assert any(isinstance(a, Tensor) and not a.is_contiguous() for a in other)
     assert_functional(op, other)

@@ -38,7 +38,7 @@ def arguments(
 
 
 def by_entry(ids: Tensor, values: Tensor, n_entries: int) -> Tensor:
-    """Values of the selected entries at the place of the entry [B,S,P], 0 elsewhere: the order of a choice is not defined."""
+    """Values of the selected entries at their entry's place [B,S,P], 0 elsewhere: the order of a choice is not defined."""
     table = values.new_zeros(*ids.shape[:2], n_entries + 1)
     return table.scatter(-1, torch.where(ids < 0, n_entries, ids), values.masked_fill(ids < 0, 0.0))[..., :n_entries]
 
