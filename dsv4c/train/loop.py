@@ -6,6 +6,7 @@ Ties together the loader, the step, the log and the checkpoints; decides when, n
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -208,7 +209,8 @@ class Run:
         record: dict[str, Any] = {}
         entered: Stage | None = None
         with log, _StopRequest() as stop:
-            log.start(asdict(c) | {"model": c.model.to_dict(), "optim": asdict(c.optim)})
+            settings = asdict(c) | {"model": c.model.to_dict(), "optim": asdict(c.optim)}
+            log.start(settings, command=["dsv4c", *sys.argv[1:]])
             for step in range(self.first_step, c.steps):
                 stage = stage_at(step, self.stages)
                 is_new = stage != entered
