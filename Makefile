@@ -10,7 +10,7 @@ train: set-up
 	$(BIN)/dsv4c train --preset tiny --out runs/tiny-$$(date +%Y%m%d-%H%M%S)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10
 
 lint: set-up
 	$(BIN)/ruff check .
