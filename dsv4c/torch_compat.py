@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._dynamo
 import torch._functorch.config
+import torch._inductor
 import torch._inductor.config
 from torch._dynamo.utils import counters
 
@@ -32,9 +34,26 @@ def compile_counts() -> CompileCounts:
     return CompileCounts(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
-def allow_recompiles(limit: int = RECOMPILE_LIMIT) -> None:
-    """Raise Dynamo's limit of compiled variants per code object: blocks of every kind share one ``forward``."""
+def prepare_compiler(limit: int = RECOMPILE_LIMIT) -> None:
+    """Settings of this process under which a compiled model means the same as the eager one.
+
+    Raises Dynamo's limit of compiled variants per code object, because blocks of every kind share one ``forward``.  Turns
+    autocast off in compiled backward passes, as it is in eager ones: torch's default runs them under the autocast of the
+    forward, so that the matrix products of fp32 regions (router, hyper-connections, distillation) would go backward in
+    bf16.
+    """
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
+    torch._functorch.config.backward_pass_autocast = "off"
+
+
+def inductor_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
+    """``options`` and those of ``mode``, and rounding where the model rounds.
+
+    Inductor leaves out a cast to bf16 that is followed by one back to fp32; eager rounds there, and a choice of experts or
+    entries may hang on it (B36).
+    """
+    chosen = torch._inductor.list_mode_options(mode) if mode else {}
+    return {"emulate_precision_casts": True, **chosen, **(options or {})}
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsv4c.ops.precision import no_autocast
+
 
 def _aligned(*tensors: Tensor) -> bool:
     return all(t.dtype != torch.float64 and t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
@@ -27,13 +29,14 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     Shapes: x [N,d], weight [E,o,d] of x's dtype, ends [E] int32, not decreasing, the last one N.  Returns [N,o].
     """
-    x, weight = x.contiguous(), weight.contiguous()
-    if _aligned(x, weight, weight.mT):  # a result whose rows are not a multiple of 16 bytes would come back padded
-        return F.grouped_mm(x, weight.mT, offs=ends)
-    out = x.new_empty(len(x), weight.shape[1])
-    for e, (first, last) in enumerate(_bounds(ends)):
-        torch.mm(x[first:last], weight[e].T, out=out[first:last])
-    return out
+    with no_autocast(x):
+        x, weight = x.contiguous(), weight.contiguous()
+        if _aligned(x, weight, weight.mT):  # a result whose rows are not a multiple of 16 bytes would come back padded
+            return F.grouped_mm(x, weight.mT, offs=ends)
+        out = x.new_empty(len(x), weight.shape[1])
+        for e, (first, last) in enumerate(_bounds(ends)):
+            torch.mm(x[first:last], weight[e].T, out=out[first:last])
+        return out
 
 
 @grouped_mm.register_fake
@@ -44,14 +47,15 @@ def _(x, weight, ends):  # type: ignore[no-untyped-def]  # schema above
 @torch.library.custom_op("dsv4::grouped_mm_backward", mutates_args=())
 def grouped_mm_backward(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """``dx_i = dy_i weight[e]`` and ``dweight[e] = dy[group e]^T x[group e]``; zero for a group without rows."""
-    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
-    if _aligned(grad, x, weight):
-        return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.mT, x, offs=ends)
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-    for e, (first, last) in enumerate(_bounds(ends)):
-        torch.mm(grad[first:last], weight[e], out=dx[first:last])
-        torch.mm(grad[first:last].T, x[first:last], out=dweight[e])
-    return dx, dweight
+    with no_autocast(x):
+        grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+        if _aligned(grad, x, weight):
+            return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.mT, x, offs=ends)
+        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+        for e, (first, last) in enumerate(_bounds(ends)):
+            torch.mm(grad[first:last], weight[e], out=dx[first:last])
+            torch.mm(grad[first:last].T, x[first:last], out=dweight[e])
+        return dx, dweight
 
 
 @grouped_mm_backward.register_fake

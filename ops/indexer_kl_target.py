@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4c.ops.visibility import NOWHERE, accumulator, complete_windows, query_blocks, selected_mask
+from dsv4c.ops.precision import accumulator, no_autocast
+from dsv4c.ops.visibility import NOWHERE, complete_windows, query_blocks, selected_mask
 
 
 @torch.library.custom_op("dsv4::indexer_kl_target", mutates_args=())
@@ -23,24 +24,25 @@ def indexer_kl_target(q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | Non
     Shapes: q [B,S,H,c], entries [B,P,c], ids [B,S,K] int64 with -1 for none, lse [B,S,H] or None; ratio: tokens per entry.
     Returns T [B,S,K] fp32 (fp64 for fp64 inputs): rows sum to 1, a row without entries is zero.
     """
-    acc = accumulator(q, entries)
-    batch, n_tokens, heads, width = q.shape
-    target = torch.zeros(ids.shape, dtype=acc, device=q.device)
-    for first, last in query_blocks(n_tokens, heads):
-        n = complete_windows(last, ratio, entries.shape[1])
-        if n == 0:
-            continue
-        queries = q[:, first:last].to(acc).reshape(batch, -1, width) * scale
-        z = torch.bmm(queries, entries[:, :n].to(acc).mT).view(batch, last - first, heads, n)
-        chosen = ids[:, first:last]
-        z.masked_fill_(~selected_mask(chosen.clamp(max=n), n)[:, :, None, :], NOWHERE)
-        # A row without entries has no finite logit; zero in place of its -inf maximum keeps NaN out.
-        scale_row = z.logsumexp(-1).nan_to_num(neginf=0.0) if lse is None else lse[:, first:last].to(acc)
-        mass = z.sub_(scale_row[..., None]).exp_().sum(2)
-        mass /= mass.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        picked = mass.gather(-1, chosen.clamp(0, n - 1))
-        target[:, first:last] = picked.masked_fill(chosen < 0, 0.0)
-    return target
+    with no_autocast(q):
+        acc = accumulator(q, entries)
+        batch, n_tokens, heads, width = q.shape
+        target = torch.zeros(ids.shape, dtype=acc, device=q.device)
+        for first, last in query_blocks(n_tokens, heads):
+            n = complete_windows(last, ratio, entries.shape[1])
+            if n == 0:
+                continue
+            queries = q[:, first:last].to(acc).reshape(batch, -1, width) * scale
+            z = torch.bmm(queries, entries[:, :n].to(acc).mT).view(batch, last - first, heads, n)
+            chosen = ids[:, first:last]
+            z.masked_fill_(~selected_mask(chosen.clamp(max=n), n)[:, :, None, :], NOWHERE)
+            # A row without entries has no finite logit; zero in place of its -inf maximum keeps NaN out.
+            scale_row = z.logsumexp(-1).nan_to_num(neginf=0.0) if lse is None else lse[:, first:last].to(acc)
+            mass = z.sub_(scale_row[..., None]).exp_().sum(2)
+            mass /= mass.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+            picked = mass.gather(-1, chosen.clamp(0, n - 1))
+            target[:, first:last] = picked.masked_fill(chosen < 0, 0.0)
+        return target
 
 
 @indexer_kl_target.register_fake

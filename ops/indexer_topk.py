@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4c.ops.visibility import NOWHERE, accumulator, complete_windows, entry_mask, query_blocks
+from dsv4c.ops.precision import accumulator, no_autocast
+from dsv4c.ops.visibility import NOWHERE, complete_windows, entry_mask, query_blocks
 
 
 @torch.library.custom_op("dsv4::indexer_topk", mutates_args=())
@@ -24,22 +25,23 @@ def indexer_topk(
     (:mod:`dsv4c.ops.visibility`); ratio: tokens per entry.  Returns ids [B,S,min(K,P)] int64 with -1 for none, and their
     scores in fp32 (fp64 for fp64 inputs) with -inf for none.  The order among equal scores is not defined.
     """
-    acc = accumulator(q, k)
-    batch, n_tokens, heads, width = q.shape
-    n_chosen = min(topk, k.shape[1])
-    ids = torch.full((batch, n_tokens, n_chosen), -1, dtype=torch.int64, device=q.device)
-    best = torch.full(ids.shape, NOWHERE, dtype=acc, device=q.device)
-    for first, last in query_blocks(n_tokens, heads):
-        n = complete_windows(last, ratio, k.shape[1])
-        dots = torch.bmm(q[:, first:last].to(acc).reshape(batch, -1, width), k[:, :n].to(acc).mT).relu_()
-        rows = batch * (last - first)  # not -1: where there is no entry, nothing says how many rows there are
-        weights = w[:, first:last].to(acc).reshape(rows, 1, heads)
-        scores = torch.bmm(weights, dots.view(rows, heads, n)).view(batch, last - first, n)
-        scores.masked_fill_(~entry_mask(start[:, first:last], entry_end[:, :n], first), NOWHERE)
-        values, chosen = scores.topk(min(n_chosen, n), -1)
-        ids[:, first:last, : chosen.shape[-1]] = torch.where(values == NOWHERE, -1, chosen)
-        best[:, first:last, : chosen.shape[-1]] = values
-    return ids, best
+    with no_autocast(q):
+        acc = accumulator(q, k)
+        batch, n_tokens, heads, width = q.shape
+        n_chosen = min(topk, k.shape[1])
+        ids = torch.full((batch, n_tokens, n_chosen), -1, dtype=torch.int64, device=q.device)
+        best = torch.full(ids.shape, NOWHERE, dtype=acc, device=q.device)
+        for first, last in query_blocks(n_tokens, heads):
+            n = complete_windows(last, ratio, k.shape[1])
+            dots = torch.bmm(q[:, first:last].to(acc).reshape(batch, -1, width), k[:, :n].to(acc).mT).relu_()
+            rows = batch * (last - first)  # not -1: where there is no entry, nothing says how many rows there are
+            weights = w[:, first:last].to(acc).reshape(rows, 1, heads)
+            scores = torch.bmm(weights, dots.view(rows, heads, n)).view(batch, last - first, n)
+            scores.masked_fill_(~entry_mask(start[:, first:last], entry_end[:, :n], first), NOWHERE)
+            values, chosen = scores.topk(min(n_chosen, n), -1)
+            ids[:, first:last, : chosen.shape[-1]] = torch.where(values == NOWHERE, -1, chosen)
+            best[:, first:last, : chosen.shape[-1]] = values
+        return ids, best
 
 
 @indexer_topk.register_fake
@@ -60,25 +62,26 @@ def indexer_topk_backward(
     With ``z = <q_th, k_p>`` and g the gradient of a selected score: ``dw = sum_p g relu(z)``, ``dz = g w [z > 0]``,
     ``dq = dz k``, ``dk = dz^T q``.
     """
-    acc = accumulator(q, k)
-    batch, n_tokens, heads, width = q.shape
-    dq, dw = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, w))
-    dk = torch.zeros(k.shape, dtype=acc, device=k.device)
-    for first, last in query_blocks(n_tokens, heads):
-        n = complete_windows(last, ratio, k.shape[1])
-        queries, keys = q[:, first:last].to(acc).reshape(batch, -1, width), k[:, :n].to(acc)
-        chosen = ids[:, first:last]
-        none = chosen < 0
-        g = torch.zeros(batch, last - first, n + 1, dtype=acc, device=q.device)
-        g.scatter_(-1, chosen.masked_fill(none, n), grad[:, first:last].to(acc).masked_fill(none, 0.0))
-        g = g[:, :, :n]
-        dots = torch.bmm(queries, keys.mT).relu_().view(batch, last - first, heads, n)
-        weighed = torch.bmm(dots.flatten(0, 1), g.reshape(batch * (last - first), n, 1))
-        dw[:, first:last] = weighed.view(batch, last - first, heads).to(w.dtype)
-        dz = torch.where(dots > 0, g[:, :, None, :] * w[:, first:last, :, None].to(acc), 0.0).flatten(1, 2)
-        dq[:, first:last] = torch.bmm(dz, keys).view(batch, last - first, heads, width).to(q.dtype)
-        dk[:, :n] += torch.bmm(dz.mT, queries)
-    return dq, dk.to(k.dtype), dw
+    with no_autocast(q):
+        acc = accumulator(q, k)
+        batch, n_tokens, heads, width = q.shape
+        dq, dw = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, w))
+        dk = torch.zeros(k.shape, dtype=acc, device=k.device)
+        for first, last in query_blocks(n_tokens, heads):
+            n = complete_windows(last, ratio, k.shape[1])
+            queries, keys = q[:, first:last].to(acc).reshape(batch, -1, width), k[:, :n].to(acc)
+            chosen = ids[:, first:last]
+            none = chosen < 0
+            g = torch.zeros(batch, last - first, n + 1, dtype=acc, device=q.device)
+            g.scatter_(-1, chosen.masked_fill(none, n), grad[:, first:last].to(acc).masked_fill(none, 0.0))
+            g = g[:, :, :n]
+            dots = torch.bmm(queries, keys.mT).relu_().view(batch, last - first, heads, n)
+            weighed = torch.bmm(dots.flatten(0, 1), g.reshape(batch * (last - first), n, 1))
+            dw[:, first:last] = weighed.view(batch, last - first, heads).to(w.dtype)
+            dz = torch.where(dots > 0, g[:, :, None, :] * w[:, first:last, :, None].to(acc), 0.0).flatten(1, 2)
+            dq[:, first:last] = torch.bmm(dz, keys).view(batch, last - first, heads, width).to(q.dtype)
+            dk[:, :n] += torch.bmm(dz.mT, queries)
+        return dq, dk.to(k.dtype), dw
 
 
 @indexer_topk_backward.register_fake

@@ -11,15 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dsv4c.ops.visibility import (
-    NOWHERE,
-    accumulator,
-    complete_windows,
-    entry_mask,
-    query_blocks,
-    selected_mask,
-    window_mask,
-)
+from dsv4c.ops.precision import accumulator, no_autocast
+from dsv4c.ops.visibility import NOWHERE, complete_windows, entry_mask, query_blocks, selected_mask, window_mask
 
 
 def _blocks(
@@ -56,17 +49,18 @@ def sparse_attention(
     (:mod:`dsv4c.ops.visibility`), ids [B,S,K] int64 with -1 for none, or None for every visible entry; ratio: tokens per
     entry (0 when there are none).  Returns o [B,S,H,c] in q's dtype and lse [B,S,H] fp32 (fp64 for fp64 inputs).
     """
-    acc = accumulator(q, kv)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=acc, device=q.device)
-    for t, _, _, _, keys, z in _blocks(q, kv, entries, start, entry_end, ids, scale, window, ratio, acc):
-        peak = torch.maximum(z.amax(-1), sink.to(acc))
-        weights = z.sub_(peak[..., None]).exp_()
-        total = weights.sum(-1) + torch.exp(sink.to(acc) - peak)
-        mixed = torch.bmm(weights.flatten(1, 2), keys).view(*total.shape, -1)
-        out[:, t] = mixed.div_(total[..., None]).to(q.dtype)
-        lse[:, t] = total.log_().add_(peak)
-    return out, lse
+    with no_autocast(q):
+        acc = accumulator(q, kv)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=acc, device=q.device)
+        for t, _, _, _, keys, z in _blocks(q, kv, entries, start, entry_end, ids, scale, window, ratio, acc):
+            peak = torch.maximum(z.amax(-1), sink.to(acc))
+            weights = z.sub_(peak[..., None]).exp_()
+            total = weights.sum(-1) + torch.exp(sink.to(acc) - peak)
+            mixed = torch.bmm(weights.flatten(1, 2), keys).view(*total.shape, -1)
+            out[:, t] = mixed.div_(total[..., None]).to(q.dtype)
+            lse[:, t] = total.log_().add_(peak)
+        return out, lse
 
 
 @sparse_attention.register_fake
@@ -87,25 +81,26 @@ def sparse_attention_backward(
     With ``w = e^(z - lse)`` and ``delta = <dO, O> - dlse``: ``dz = w (<dO, KV> - delta)``, ``dq = scale dz KV``,
     ``dKV = scale dz^T q + w^T dO`` (as key and as value), ``dsink = -sum e^(sink - lse) delta``.
     """
-    acc = accumulator(q, kv)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dkv = torch.zeros(kv.shape, dtype=acc, device=q.device)
-    dentries = torch.zeros(entries.shape, dtype=acc, device=q.device)
-    dsink = torch.zeros(sink.shape, dtype=acc, device=q.device)
-    for t, s, n, queries, keys, z in _blocks(q, kv, entries, start, entry_end, ids, scale, window, ratio, acc):
-        do = grad[:, t].to(acc)
-        delta = (do * out[:, t].to(acc)).sum(-1) - grad_lse[:, t].to(acc)
-        weights = z.sub_(lse[:, t, :, None]).exp_()
-        dsink -= (torch.exp(sink.to(acc) - lse[:, t]) * delta).sum((0, 1))
-        do = do.flatten(1, 2)
-        dkeys = torch.bmm(weights.flatten(1, 2).mT, do)
-        dz = torch.bmm(do, keys.mT).view_as(weights).sub_(delta[..., None]).mul_(weights).flatten(1, 2)
-        dkeys += torch.bmm(dz.mT, queries)
-        dq[:, t] = torch.bmm(dz, keys).mul_(scale).view(q[:, t].shape).to(q.dtype)
-        n_window = s.stop - s.start
-        dkv[:, s] += dkeys[:, :n_window]
-        dentries[:, :n] += dkeys[:, n_window:]
-    return dq, dkv.to(kv.dtype), dentries.to(entries.dtype), dsink.to(sink.dtype)
+    with no_autocast(q):
+        acc = accumulator(q, kv)
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dkv = torch.zeros(kv.shape, dtype=acc, device=q.device)
+        dentries = torch.zeros(entries.shape, dtype=acc, device=q.device)
+        dsink = torch.zeros(sink.shape, dtype=acc, device=q.device)
+        for t, s, n, queries, keys, z in _blocks(q, kv, entries, start, entry_end, ids, scale, window, ratio, acc):
+            do = grad[:, t].to(acc)
+            delta = (do * out[:, t].to(acc)).sum(-1) - grad_lse[:, t].to(acc)
+            weights = z.sub_(lse[:, t, :, None]).exp_()
+            dsink -= (torch.exp(sink.to(acc) - lse[:, t]) * delta).sum((0, 1))
+            do = do.flatten(1, 2)
+            dkeys = torch.bmm(weights.flatten(1, 2).mT, do)
+            dz = torch.bmm(do, keys.mT).view_as(weights).sub_(delta[..., None]).mul_(weights).flatten(1, 2)
+            dkeys += torch.bmm(dz.mT, queries)
+            dq[:, t] = torch.bmm(dz, keys).mul_(scale).view(q[:, t].shape).to(q.dtype)
+            n_window = s.stop - s.start
+            dkv[:, s] += dkeys[:, :n_window]
+            dentries[:, :n] += dkeys[:, n_window:]
+        return dq, dkv.to(kv.dtype), dentries.to(entries.dtype), dsink.to(sink.dtype)
 
 
 @sparse_attention_backward.register_fake

@@ -13,11 +13,6 @@ from torch import Tensor
 NOWHERE = float("-inf")
 
 
-def accumulator(*tensors: Tensor) -> torch.dtype:
-    """fp32, or fp64 where an input is fp64."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
 def window_mask(start: Tensor, first_query: int, first_key: int, n_keys: int, window: int) -> Tensor:
     """True where query t sees key s: ``max(start_t, t-W+1) <= s <= t``.
 

@@ -13,7 +13,7 @@ import torch
 
 from dsv4c.errors import ConfigError
 from dsv4c.model.transformer import DeepseekV4, MTPLayer, output_loss
-from dsv4c.torch_compat import allow_recompiles
+from dsv4c.torch_compat import inductor_options, prepare_compiler
 
 REFUSED = {"fullgraph": "regions are always compiled whole: a graph break would hide part of the model from every pass"}
 
@@ -31,7 +31,9 @@ def compile_model(model: DeepseekV4, *, regional: bool = True, **options: Any) -
                 f"{name} cannot be set", where="compile_model", allowed="mode, dynamic, backend, options",
                 do=f"leave it out: {why}",
             )  # fmt: skip
-    allow_recompiles()
+    prepare_compiler()
+    if options.get("backend", "inductor") == "inductor":
+        options["options"] = inductor_options(options.get("options"), options.pop("mode", None))
     model.is_compiled = True
     if not regional:
         model.compile(fullgraph=True, **options)

@@ -18,8 +18,9 @@ from dsv4c.model.compressor import Compressor
 from dsv4c.model.indexer import Indexer, captured_mass, distillation
 from dsv4c.model.layout import LayerLayout
 from dsv4c.model.norms import RMSNorm, rms
-from dsv4c.model.precision import QUANTIZE, KeepsFp32, no_autocast
+from dsv4c.model.precision import QUANTIZE, KeepsFp32
 from dsv4c.model.rope import rotate
+from dsv4c.ops.precision import no_autocast
 
 
 class AttentionFacts(NamedTuple):

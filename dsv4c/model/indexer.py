@@ -14,8 +14,9 @@ from dsv4c import ops
 from dsv4c.config import ModelConfig
 from dsv4c.model.compressor import Compressor
 from dsv4c.model.layout import LayerLayout
-from dsv4c.model.precision import QUANTIZE, linear_wide, no_autocast, wide
+from dsv4c.model.precision import QUANTIZE, linear_wide, wide
 from dsv4c.model.rope import rotate
+from dsv4c.ops.precision import no_autocast
 
 
 def hadamard(x: Tensor) -> Tensor:

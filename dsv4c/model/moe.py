@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dsv4c import ops
 from dsv4c.config import LayerKind, ModelConfig
 from dsv4c.model.layout import LayerLayout
-from dsv4c.model.precision import KeepsFp32, linear_wide, no_autocast, wide
+from dsv4c.model.precision import KeepsFp32, linear_wide, wide
+from dsv4c.ops.precision import no_autocast
 
 
 def sqrt_softplus(logits: Tensor) -> Tensor:

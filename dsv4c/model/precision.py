@@ -1,29 +1,24 @@
 """Where the model leaves the activation dtype: fp32 islands, fp32 parameters, and simulated low precision.
 
 The specification's table of what must be fp32 (section 0) is kept by two means: :func:`wide` in the formulas, inside
-:func:`no_autocast` where a matrix product is among them, and :class:`KeepsFp32` for the parameters.
+``no_autocast`` where a matrix product is among them, and :class:`KeepsFp32` for the parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dsv4c.ops.precision import no_autocast
+
 
 def wide(x: Tensor) -> Tensor:
     """x in fp32, or unchanged where it is wider (fp64 goes through the whole model)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A region in which an outer autocast does not touch matrix products; ``.float()`` alone does not stop it (B35)."""
-    # There is no autocast of the meta device, where shapes are worked out.
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def activation_dtype(like: Tensor) -> torch.dtype:

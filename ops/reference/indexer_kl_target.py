@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4c.ops.visibility import NOWHERE, accumulator
+from dsv4c.ops.precision import accumulator
+from dsv4c.ops.visibility import NOWHERE
 
 
 def indexer_kl_target(q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | None, scale: float, ratio: int) -> Tensor:

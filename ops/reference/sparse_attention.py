@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4c.ops.visibility import NOWHERE, accumulator, entry_mask, selected_mask, window_mask
+from dsv4c.ops.precision import accumulator
+from dsv4c.ops.visibility import NOWHERE, entry_mask, selected_mask, window_mask
 
 
 def sparse_attention(

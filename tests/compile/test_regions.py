@@ -124,3 +124,16 @@ def test_a_bias_written_between_forward_and_backward_does_not_change_the_gradien
 def test_an_option_that_would_split_a_region_is_refused() -> None:
     with pytest.raises(ConfigError, match="fullgraph"):
         compile_model(model(), fullgraph=False)
+
+
+def test_the_backward_of_fp32_regions_stays_fp32_under_autocast() -> None:  # B35
+    def gradients(m: DeepseekV4) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = m(*batch(32)).losses
+        torch.stack(list(losses.values())).sum().backward()
+        return {n: p.grad for n, p in m.named_parameters()}
+
+    expected = gradients(one_layer())
+    found = gradients(compile_model(one_layer(), backend="aot_eager"))
+    for name, grad in expected.items():
+        assert (found[name] - grad).norm() <= 1e-6 * grad.norm(), name
