@@ -6,8 +6,9 @@ read when one does.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,12 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor
 import torch._inductor.config
+from torch import nn
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.fx_utils import get_param_and_grad_nodes, get_plain_output_and_tangent_nodes
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 RECOMPILE_LIMIT = 64  # one compiled block per layer kind, stage and shape; torch's own limit is 8
 
@@ -67,3 +73,21 @@ def reset_compiler() -> None:
     """Forget every compiled graph and the counts."""
     torch._dynamo.reset()
     counters.clear()
+
+
+def export_joint(module: nn.Module, args: tuple[Any, ...]) -> tuple[GraphModule, dict[str, Node], dict[str, Node | None]]:
+    """The joint graph of a module that returns a dict of tensors: graph, key -> tangent, parameter -> gradient.
+
+    ``tangents`` leaves out outputs that no gradient can flow into.  Raises UserWarning as an error where an operator has no
+    gradient on the device (on meta, composite operators with a kernel of their own): the graph would lack an edge.
+    """
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
+        joint = aot_export_joint_with_descriptors(stack, module, args)
+        graph = joint.graph_module.graph
+        spec = joint.out_spec
+        keys = list(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+        nodes = {output.idx: tangent for output, (_, tangent) in get_plain_output_and_tangent_nodes(graph).items()}
+        tangents = {key: node for i, key in enumerate(keys) if (node := nodes.get(i)) is not None}
+        gradients = {param.target: grad for param, (_, grad) in get_param_and_grad_nodes(graph).items()}
+        return joint.graph_module, tangents, gradients

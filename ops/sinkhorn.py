@@ -1,7 +1,8 @@
 """``dsv4::sinkhorn``: the mixing matrix of the residual streams (specification, section 1.1).
 
-The kernel keeps the n x n matrices token-last, so that every step is a vector operation over tokens, and the backward runs
-the normalisations again instead of storing 2*iters matrices per token between forward and backward.
+The CPU kernel keeps the matrices token-last, [n*n,N], so that every step is a vector operation over tokens, and works
+through blocks of tokens that stay in cache.  The backward runs the normalisations again instead of storing 2*iters matrices
+per token between forward and backward.
 """
 
 from __future__ import annotations
@@ -9,23 +10,69 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_COLUMNS, _ROWS = 0, 1  # axis of the [n,n,N] matrix that a normalisation sums over
+_ROWS, _COLUMNS = 0, 1  # what a normalisation makes sum to 1
+_BLOCK = 1024  # tokens
 
 
-def _start(logits: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """softmax over rows and softmax + eps, token-last [n,n,N]."""
-    n = logits.shape[-1]
-    c = logits.reshape(-1, n, n).permute(1, 2, 0).contiguous().softmax(_ROWS)
-    return c, c + eps
-
-
-def _finish(c: Tensor, logits: Tensor) -> Tensor:
-    """[n,n,N] as a contiguous tensor of logits' shape."""
-    return c.permute(2, 0, 1).clone(memory_format=torch.contiguous_format).view(logits.shape)
-
-
-def _axes(iters: int) -> list[int]:
+def _steps(iters: int) -> list[int]:
     return [_COLUMNS, *(_ROWS, _COLUMNS) * (iters - 1)]
+
+
+def _sums(like: Tensor) -> tuple[Tensor, Tensor]:
+    """The [n*n,n*n] matrices that put in the place of an element of C the sum of its row, of its column.
+
+    A product with one of them is a sum, the eps and the broadcast in one call: the calls are what a step costs here.
+    """
+    n = like.shape[-1]
+    same, any_ = torch.eye(n, dtype=like.dtype, device=like.device), like.new_ones(n, n)
+    return torch.kron(same, any_), torch.kron(any_, same)
+
+
+def _start(logits: Tensor) -> Tensor:
+    """softmax over rows of logits [N,n,n], token-last [n,n,N]."""
+    return logits.permute(1, 2, 0).contiguous().softmax(1)
+
+
+def normalised(logits: Tensor, iters: int, eps: float) -> Tensor:
+    """The operator in plain torch, without the dispatcher around it."""
+    n = logits.shape[-1]
+    rows = logits.reshape(-1, n, n)
+    out = torch.empty(rows.shape, dtype=logits.dtype, device=logits.device)
+    sums = _sums(logits)
+    with torch.autocast(logits.device.type, enabled=False):
+        for t in range(0, len(rows), _BLOCK):
+            c = _start(rows[t : t + _BLOCK]).flatten(0, 1) + eps
+            added = torch.full_like(c, eps)
+            for axis in _steps(iters):
+                c.div_(torch.addmm(added, sums[axis], c))
+            out[t : t + _BLOCK] = c.view(n, n, -1).permute(2, 0, 1)
+    return out.view(logits.shape)
+
+
+def normalised_backward(grad: Tensor, logits: Tensor, iters: int, eps: float) -> Tensor:
+    """The gradient in plain torch.
+
+    For ``g = C dC``, the gradient of log C, a step ``C' = C / (s + eps)`` is ``g = g' - C' sum(g')``: no division, and no
+    sum has to be kept.
+    """
+    n = logits.shape[-1]
+    rows, grads = logits.reshape(-1, n, n), grad.reshape(-1, n, n)
+    out = torch.empty(rows.shape, dtype=logits.dtype, device=logits.device)
+    sums = _sums(logits)
+    with torch.autocast(logits.device.type, enabled=False):
+        for t in range(0, len(rows), _BLOCK):
+            softmax = _start(rows[t : t + _BLOCK]).flatten(0, 1)
+            matrices = [softmax + eps]
+            added = torch.full_like(softmax, eps)
+            for axis in _steps(iters):
+                matrices.append(matrices[-1] / torch.addmm(added, sums[axis], matrices[-1]))
+            g = grads[t : t + _BLOCK].permute(1, 2, 0).contiguous().view_as(softmax) * matrices[-1]
+            for axis, c in zip(reversed(_steps(iters)), reversed(matrices[1:]), strict=True):
+                g.addcmul_(c, torch.mm(sums[axis], g), value=-1)
+            g.div_(matrices[0]).mul_(softmax)
+            g.addcmul_(softmax, torch.mm(sums[_ROWS], g), value=-1)
+            out[t : t + _BLOCK] = g.view(n, n, -1).permute(2, 0, 1)
+    return out.view(logits.shape)
 
 
 @torch.library.custom_op("dsv4::sinkhorn", mutates_args=())
@@ -35,10 +82,7 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     ``C = softmax_k(M) + eps; C /= colsum + eps;`` then iters-1 times ``C /= rowsum + eps; C /= colsum + eps``.
     logits [...,n,n] fp32 or fp64; returns the same shape and dtype.  The last step is over columns: they sum to 1.
     """
-    _, c = _start(logits, eps)
-    for axis in _axes(iters):
-        c.div_(c.sum(axis, keepdim=True).add_(eps))
-    return _finish(c, logits)
+    return normalised(logits, iters, eps)
 
 
 @sinkhorn.register_fake
@@ -49,18 +93,7 @@ def _(logits, iters, eps):  # type: ignore[no-untyped-def]  # schema above
 @torch.library.custom_op("dsv4::sinkhorn_backward", mutates_args=())
 def sinkhorn_backward(grad: Tensor, logits: Tensor, iters: int, eps: float) -> Tensor:
     """For ``C' = C / (s + eps)``: ``dC = (dC' - sum(dC' C')) / (s + eps)``, from the last step to the first."""
-    softmax, c = _start(logits, eps)
-    steps: list[tuple[int, Tensor, Tensor]] = []
-    for axis in _axes(iters):
-        total = c.sum(axis, keepdim=True).add_(eps)
-        c = c / total
-        steps.append((axis, total, c))
-    # A copy in every case: one matrix alone is contiguous as it is, and the steps below write into g.
-    g = grad.reshape(-1, *softmax.shape[:2]).permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
-    for axis, total, c in reversed(steps):
-        g = g.sub_((g * c).sum(axis, keepdim=True)).div_(total)
-    g = softmax * (g - (g * softmax).sum(_ROWS, keepdim=True))
-    return _finish(g, logits)
+    return normalised_backward(grad, logits, iters, eps)
 
 
 @sinkhorn_backward.register_fake

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -131,9 +130,14 @@ def output_logits(hc_head: HyperHead, norm: RMSNorm, head: nn.Linear, streams: T
 
 
 def output_loss(hc_head: HyperHead, norm: RMSNorm, head: nn.Linear, streams: Tensor, targets: Tensor) -> Tensor:
-    """Sum over targets of the cross-entropy, in fp32."""
+    """Sum over targets [B,S] of the cross-entropy ``logsumexp(logits) - logits[target]``, in fp32; -100 is ignored.
+
+    Written out of operators that have a gradient on the meta device too: ``F.cross_entropy`` has none there, and a captured
+    graph would show a model that the language-model loss does not train.
+    """
     logits = output_logits(hc_head, norm, head, streams)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    picked = logits.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+    return (logits.logsumexp(-1) - picked).masked_fill(targets == IGNORED, 0.0).sum()
 
 
 @dataclass
@@ -368,7 +372,8 @@ def _checked_inputs(
             allowed=f"at most max_position_embeddings = {config.max_position_embeddings}", do="use shorter rows",
         )  # fmt: skip
     # Reading values is free on a CPU and would stall an accelerator; the loader has checked them there.
-    if input_ids.device.type == "cpu" and not torch.compiler.is_compiling() and input_ids.numel():
+    has_values = type(input_ids) is Tensor and not torch.compiler.is_compiling()
+    if has_values and input_ids.device.type == "cpu" and input_ids.numel():
         low, high = (int(v) for v in input_ids.aminmax())
         if low < 0 or high >= config.vocab_size:
             raise DataError(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dsv4c.errors import ConfigError
+from dsv4c.model.transformer import STAGES
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
@@ -94,25 +95,6 @@ def mtp_coef(step: int, schedule: LrSchedule, *, high: float = 0.3, low: float =
 
 
 @dataclass(frozen=True)
-class StageKind:
-    """What a stage means for the model: which attention runs, whether the indexer's loss is on, and what trains."""
-
-    dense_attention: bool
-    indexer_kl: bool
-    trains_indexer: bool
-    trains_rest: bool
-    what: str
-
-
-STAGE_KINDS: dict[str, StageKind] = {
-    "dense": StageKind(True, False, False, True, "attention over every entry, no indexer"),
-    "indexer_warmup": StageKind(True, True, True, False, "only the indexer trains, towards the dense attention"),
-    "sparse": StageKind(False, True, True, True, "attention over selected entries, everything trains"),
-}
-"""In the order in which they may follow each other in one run."""
-
-
-@dataclass(frozen=True)
 class Stage:
     """Steps ``start`` (included) to ``stop`` (excluded; None: to the end) of one kind; ``lr`` is its own peak, if it
     has one.
@@ -125,17 +107,10 @@ class Stage:
     stop: int | None
     lr: float | None = None
 
-    @property
-    def kind(self) -> StageKind:
-        return STAGE_KINDS[self.name]
-
-    def trains(self, parameter: str) -> bool:
-        """Whether the parameter of this name is trained in this stage (all others are frozen)."""
-        return self.kind.trains_indexer if ".indexer." in f".{parameter}" else self.kind.trains_rest
-
 
 def parse_stages(text: str, total_steps: int | None = None) -> tuple[Stage, ...]:
-    """Reads ``"dense:100,indexer_warmup:20@1e-3,sparse"``: ``name[:steps][@lr]``, in the order of ``STAGE_KINDS``.
+    """Reads ``"dense:100,indexer_warmup:20@1e-3,sparse"``: ``name[:steps][@lr]``, in the order of
+    :data:`dsv4c.model.transformer.STAGES`, which says what each means.
 
     Only the last stage may have no count, and then takes the rest of the run.
 
@@ -183,8 +158,8 @@ def stage_at(step: int, stages: Sequence[Stage]) -> Stage:
 
 
 def _check_stage_name(name: str, before: list[str], where: str) -> None:
-    order = list(STAGE_KINDS)
-    if name not in STAGE_KINDS:
+    order = list(STAGES)
+    if name not in STAGES:
         raise ConfigError(f"unknown stage {name!r}", where=where, allowed=", ".join(order), do=_nearest(name, order))
     if name in before:
         raise ConfigError(f"stage {name!r} is given twice", where=where, allowed="each stage once")

@@ -101,14 +101,6 @@ def test_a_step_belongs_to_the_stage_that_covers_it(step: int, name: str) -> Non
     assert stage_at(step, parse_stages(STAGES)).name == name
 
 
-def test_only_the_indexer_trains_in_its_warm_up_and_never_in_the_dense_stage() -> None:
-    dense, warmup, sparse = parse_stages(STAGES)
-    indexer, other = "layers.2.attn.indexer.wq_b.weight", "layers.2.attn.wq_b.weight"
-    assert [(s.trains(indexer), s.trains(other)) for s in (dense, warmup, sparse)] == [
-        (False, True), (True, False), (True, True),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
