@@ -23,6 +23,7 @@ HIDING: dict[str, str] = {
     "TRITON_INTERPRET": "Triton kernels run in Python, on CPU tensors",
     "DSV4_OPS": "'reference' replaces every operator by its formula",
     "OMP_NUM_THREADS": "number of CPU threads",
+    "OMP_WAIT_POLICY": "PASSIVE (our default): waiting CPU threads sleep; ACTIVE: they spin",
 }
 
 
