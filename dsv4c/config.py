@@ -22,6 +22,9 @@ Attention = Literal["swa", "csa", "hca"]
 Router = Literal["hash", "learned"]
 
 
+QUANTISATION_BLOCKS = {"full": 0, "fp8": 64, "fp4": 32}  # channels that share a scale
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """What a decoder layer is made of: only layers of different kinds differ in code (specification, section 0)."""
@@ -296,6 +299,15 @@ def _check_divisibility(c: ModelConfig) -> None:
             "num_experts_per_tok",
             "at most n_routed_experts",
         )
+    for setting, precision, width, of in (
+        ("attention_kv_precision", c.attention_kv_precision, c.head_dim - c.qk_rope_head_dim, "unrotated key channels"),
+        ("indexer_proj_precision", c.indexer_proj_precision, c.q_lora_rank, "q_lora_rank"),
+        ("indexer_proj_precision", c.indexer_proj_precision, c.hidden_size, "hidden_size"),
+        ("indexer_qk_precision", c.indexer_qk_precision, c.index_head_dim, "index_head_dim"),
+    ):
+        block = min(QUANTISATION_BLOCKS[precision], width)
+        if block and width % block:
+            raise refuse(f"{setting} is {precision} with {width} {of}", setting, f"full, or a multiple of {block} channels")
     if 4 in c.compress_ratios:
         if c.index_head_dim < c.qk_rope_head_dim:
             raise refuse(

@@ -50,12 +50,6 @@ class NonFiniteError(Dsv4Error, ArithmeticError):
     exit_status = 1
 
 
-class CompileError(Dsv4Error, RuntimeError):
-    """A compiled region that cannot be what was promised: broken into pieces, or compiled again and again."""
-
-    exit_status = 1
-
-
 class VerifyError(Dsv4Error):
     """A rule of the verifier that a graph violates."""
 

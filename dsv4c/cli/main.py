@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 import typer
 from rich.console import Console
@@ -43,8 +44,13 @@ def _mount() -> None:
 def main() -> None:
     """Entry point of the console script."""
     _mount()
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         app()
+    except OSError as error:
+        where = f"\n  where:   {error.filename}" if error.filename else ""
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error.strerror or error) + where)}")
+        sys.exit(2)
     except Dsv4Error as error:
         kind = "error" if error.exit_status == 2 else type(error).__name__
         Console(stderr=True, soft_wrap=True).print(f"[bold red]{kind}:[/] {escape(str(error))}", highlight=False)

@@ -15,8 +15,6 @@ from dsv4c.config import ModelConfig
 from dsv4c.errors import ConfigError
 from dsv4c.presets import RECIPES
 
-Text = Annotated[str | None, typer.Option()]
-
 
 def parse_settings(items: list[str]) -> dict[str, Any]:
     """``key=value`` pairs; values are JSON (numbers, true, false, null, lists), anything else is text."""
@@ -69,6 +67,9 @@ def train(
     decay_start: Annotated[int | None, typer.Option(help="First step of the decay. [default: after warm-up]")] = None,
     min_lr_ratio: Annotated[float, typer.Option(help="Last learning rate as a share of the peak.")] = 0.1,
     weight_decay: Annotated[float, typer.Option(help="Decoupled weight decay of matrices.")] = 0.1,
+    decay_vectors: Annotated[
+        bool, typer.Option("--decay-vectors/--no-decay-vectors", help="Also decay norms, sinks, bases and scales.")
+    ] = True,
     grad_clip: Annotated[float, typer.Option(help="Largest global gradient norm; 0 does not clip.")] = 1.0,
     indexer_lr_scale: Annotated[float, typer.Option(help="Learning rate of the indexer as a multiple.")] = 1.0,
     mtp_coef_after_decay: Annotated[
@@ -97,9 +98,12 @@ def train(
     recipe = RECIPES["flash" if config is not None else preset or "tiny"]
     given = {"steps": steps, "seq_len": seq_len, "batch_size": batch_size, "lr": lr, "warmup_steps": warmup_steps}
     chosen = recipe | {k: v for k, v in given.items() if v is not None}
+    if warmup_steps is None:  # a recipe's warm-up gives way to a short run; one that was asked for does not
+        chosen["warmup_steps"] = min(chosen["warmup_steps"], chosen["steps"])
     optim = OptimConfig(
         lr=chosen.pop("lr"), warmup_steps=chosen.pop("warmup_steps"), min_lr_ratio=min_lr_ratio,
         weight_decay=weight_decay, grad_clip=grad_clip or None, indexer_lr_scale=indexer_lr_scale,
+        decay_vectors=decay_vectors,
     )  # fmt: skip
     run = Run(
         RunConfig(
@@ -114,6 +118,8 @@ def train(
     )  # fmt: skip
     console.print(_heading(run.config.model, run), highlight=False)
     run.train()
+    if run.stopped_by is not None:
+        raise typer.Exit(128 + run.stopped_by)
     console.print(f"report: {write_report(out)}", highlight=False, soft_wrap=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsv4c.errors import ConfigError
-from dsv4c.model.transformer import DeepseekV4, MTPLayer, output_loss
+from dsv4c.model.transformer import DeepseekV4, output_loss
 from dsv4c.torch_compat import inductor_options, prepare_compiler
 
 REFUSED = {"fullgraph": "regions are always compiled whole: a graph break would hide part of the model from every pass"}
@@ -31,6 +31,11 @@ def compile_model(model: DeepseekV4, *, regional: bool = True, **options: Any) -
                 f"{name} cannot be set", where="compile_model", allowed="mode, dynamic, backend, options",
                 do=f"leave it out: {why}",
             )  # fmt: skip
+    if model.is_compiled:
+        raise ConfigError(
+            "the model is compiled already", where="compile_model", allowed="one call per model",
+            do="use the model as it is, or build another",
+        )  # fmt: skip
     prepare_compiler()
     if options.get("backend", "inductor") == "inductor":
         options["options"] = inductor_options(options.get("options"), options.pop("mode", None))
@@ -38,10 +43,7 @@ def compile_model(model: DeepseekV4, *, regional: bool = True, **options: Any) -
     if not regional:
         model.compile(fullgraph=True, **options)
         return model
-    for layer in model.layers:
+    for layer in model.blocks:
         layer.compile(fullgraph=True, **options)
-    for layer in model.mtp:
-        assert isinstance(layer, MTPLayer)
-        layer.predict = torch.compile(layer.predict, fullgraph=True, **options)
     model.output_loss = torch.compile(output_loss, fullgraph=True, **options)
     return model

@@ -122,7 +122,10 @@ class Attention(KeepsFp32):
         """The indexer's loss and the watch on its choice, from detached copies of what the attention used."""
         if self.indexer is None or not teach:
             return AttentionFacts(None, None)
-        share = captured_mass(q, entries, chosen, at, self.scale)
+        watched = chosen
+        if chosen is None and ids is not None:  # attention is dense: what would the indexer's best K capture?
+            watched = ids[..., : self.indexer.topk]
+        share = captured_mass(q, entries, watched, at, self.scale)
         if not self.trains_indexer:
             return AttentionFacts(None, share)
         if ids is None or scores is None:  # no entry exists yet: every row contributes 0

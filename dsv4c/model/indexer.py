@@ -26,9 +26,9 @@ def hadamard(x: Tensor) -> Tensor:
     parity = i[:, None] & i[None, :]
     for shift in (16, 8, 4, 2, 1):
         parity = parity ^ (parity >> shift)
-    matrix = (1 - 2 * (parity & 1)).to(x.dtype) * n**-0.5
+    signs = (1 - 2 * (parity & 1)).to(x.dtype)  # exact in every dtype, which n^-0.5 is not
     with no_autocast(x):
-        return x @ matrix
+        return (x @ signs) * n**-0.5
 
 
 class Indexer(nn.Module):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dsv4c.config import QUANTISATION_BLOCKS
 from dsv4c.ops.precision import no_autocast
 
 
@@ -72,7 +73,7 @@ def _power_of_two_scale(x: Tensor, block: int, largest: float, floor: float) -> 
     return blocks, torch.exp2(torch.ceil(torch.log2(amax / largest)))
 
 
-def fake_fp8(x: Tensor, block: int = 64) -> Tensor:
+def fake_fp8(x: Tensor, block: int = QUANTISATION_BLOCKS["fp8"]) -> Tensor:
     """x rounded to fp8 e4m3 with one power-of-two scale per ``block`` of the last axis; gradients go straight through.
 
     Source: specification, section 7 (quantisation-aware training), ``scale = 2^ceil(log2(amax/448))``, amax >= 1e-4.
@@ -82,7 +83,7 @@ def fake_fp8(x: Tensor, block: int = 64) -> Tensor:
     return _straight_through(x, rounded.flatten(-2))
 
 
-def fake_fp4(x: Tensor, block: int = 32) -> Tensor:
+def fake_fp4(x: Tensor, block: int = QUANTISATION_BLOCKS["fp4"]) -> Tensor:
     """x rounded to fp4 e2m1 {0, .5, 1, 1.5, 2, 3, 4, 6} with one power-of-two scale per ``block``; straight through.
 
     Rounds to the nearest value, ties to the even mantissa, as the hardware formats do.

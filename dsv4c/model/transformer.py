@@ -1,127 +1,30 @@
 """The model: embedding, decoder layers on n residual streams, head, and the losses of what it is trained for.
 
-Reads like sections 1 and 7 of the specification.  :class:`Block` is what is compiled, verified and lowered: layers of one
-kind share their code.
+Reads like sections 1 and 7 of the specification.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dsv4c.config import LayerKind, ModelConfig
-from dsv4c.errors import ConfigError, DataError
+from dsv4c.config import ModelConfig
+from dsv4c.errors import ConfigError
 from dsv4c.model import objectives
-from dsv4c.model.attention import Attention
-from dsv4c.model.hyper_connections import HyperConnection, HyperHead
+from dsv4c.model.block import Block, BlockFacts, MTPLayer
+from dsv4c.model.hyper_connections import HyperHead
+from dsv4c.model.inputs import checked_inputs
 from dsv4c.model.layout import LayerLayout, Rows, layer_layout, rows
-from dsv4c.model.moe import MoE
 from dsv4c.model.norms import RMSNorm
 from dsv4c.model.objectives import IGNORED, Counts
 from dsv4c.model.precision import activation_dtype, linear_wide
 
 STAGES = ("dense", "indexer_warmup", "sparse")
-
-
-class BlockFacts(NamedTuple):
-    """What a layer reports beside its streams; None for what it does not have."""
-
-    indexer_kl: Tensor | None
-    captured_mass: Tensor | None
-    balance: Tensor | None
-    load: Tensor
-
-
-def _keep_choices(_ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """Recompute everything but choices: a near-tie that falls the other way would change the shapes behind it (B45)."""
-    chooses = op in (torch.ops.aten.topk.default, torch.ops.dsv4.indexer_topk.default, torch.ops.aten.sort.stable)
-    return CheckpointPolicy.MUST_SAVE if chooses else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class Block(nn.Module):
-    """One decoder layer: attention, then experts, each between a hyper-connection's pre and post."""
-
-    recompute: bool
-    ffn: MoE
-
-    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
-        super().__init__()
-        self.recompute = False
-        eps, keep = config.rms_norm_eps, config.keep_fp32_parameters
-        self.hc_attn = HyperConnection(config)
-        self.attn_norm = RMSNorm(config.hidden_size, eps, keep)
-        self.attn = Attention(config, kind)
-        self.hc_ffn = HyperConnection(config)
-        self.ffn_norm = RMSNorm(config.hidden_size, eps, keep)
-        self.ffn = MoE(config, kind)
-
-    def forward(
-        self, streams: Tensor, token_ids: Tensor, at: LayerLayout, dense: bool, teach: bool
-    ) -> tuple[Tensor, BlockFacts]:
-        """streams [B,S,n,D] -> streams [B,S,n,D]."""
-        if self.recompute and torch.is_grad_enabled():
-            with _casts_again(streams):
-                return checkpoint(
-                    self.body, streams, token_ids, at, dense, teach, use_reentrant=False, context_fn=_selective
-                )
-        return self.body(streams, token_ids, at, dense, teach)
-
-    def body(
-        self, streams: Tensor, token_ids: Tensor, at: LayerLayout, dense: bool, teach: bool
-    ) -> tuple[Tensor, BlockFacts]:
-        u, post, comb = self.hc_attn.pre(streams)
-        y, attention = self.attn(self.attn_norm(u), at, dense, teach)
-        streams = self.hc_attn.post(y, streams, post, comb)
-        u, post, comb = self.hc_ffn.pre(streams)
-        y, experts = self.ffn(self.ffn_norm(u), token_ids, at)
-        return self.hc_ffn.post(y, streams, post, comb), BlockFacts(*attention, *experts)
-
-
-def _casts_again(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast without its cache of cast weights: recomputation finds that empty and would run other operations."""
-    kind = x.device.type
-    if torch.compiler.is_compiling() or x.is_meta or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
-
-
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_keep_choices)
-
-
-class MTPLayer(Block):
-    """The multi-token prediction layer: a block of its own on ``e_proj(E) + h_proj(X_j)`` for every stream j (section 7)."""
-
-    norm: RMSNorm
-    hc_head: HyperHead
-    predict: Callable[..., tuple[Tensor, BlockFacts]]  # compiled in place
-
-    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
-        super().__init__(config, kind)
-        d, eps, keep = config.hidden_size, config.rms_norm_eps, config.keep_fp32_parameters
-        self.e_proj = nn.Linear(d, d, bias=False)
-        self.h_proj = nn.Linear(d, d, bias=False)
-        self.enorm = RMSNorm(d, eps, keep)
-        self.hnorm = RMSNorm(d, eps, keep)
-        self.norm = RMSNorm(d, eps, keep)
-        self.hc_head = HyperHead(config)
-        self.predict = self.one_further
-
-    def combine(self, streams: Tensor, next_embedding: Tensor) -> Tensor:
-        """streams [B,S,n,D] of position t with the embedding [B,S,D] of token t+1."""
-        return self.e_proj(self.enorm(next_embedding))[:, :, None] + self.h_proj(self.hnorm(streams))
-
-    def one_further(
-        self, streams: Tensor, next_embedding: Tensor, next_ids: Tensor, at: LayerLayout
-    ) -> tuple[Tensor, BlockFacts]:
-        return Block.forward(self, self.combine(streams, next_embedding), next_ids, at, False, False)
 
 
 def output_logits(hc_head: HyperHead, norm: RMSNorm, head: nn.Linear, streams: Tensor) -> Tensor:
@@ -212,20 +115,24 @@ class DeepseekV4(nn.Module):
             parameter.requires_grad_(on)
 
     @property
+    def blocks(self) -> tuple[Block | MTPLayer, ...]:
+        """Every decoder layer, then the MTP layer."""
+        return (*self.layers, *self.mtp)
+
+    @property
     def objectives(self) -> tuple[str, ...]:
         """The objectives that are on in this stage."""
         return tuple(n for n in self.config.objectives if n != "indexer_kl" or self.stage != "dense")
 
     def set_recompute(self, layers: str | Iterable[int]) -> None:
-        """Recompute activations in the backward pass: ``"off"``, ``"all"``, or the indices of decoder layers."""
-        chosen = {"off": set(), "all": set(range(len(self.layers)))}.get(layers) if isinstance(layers, str) else set(layers)
-        if chosen is None or not chosen <= set(range(len(self.layers))):
+        """Recompute activations in the backward pass: ``"off"``, ``"all"``, or indices of layers (the MTP layer is last)."""
+        chosen = {"off": set(), "all": set(range(len(self.blocks)))}.get(layers) if isinstance(layers, str) else set(layers)
+        if chosen is None or not chosen <= set(range(len(self.blocks))):
             raise ConfigError(
-                f"activation checkpointing of {layers!r}", allowed=f"off, all, or layer indices 0..{len(self.layers) - 1}",
+                f"activation checkpointing of {layers!r}", allowed=f"off, all, or layer indices 0..{len(self.blocks) - 1}",
                 do="correct the list",
             )  # fmt: skip
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Block)
+        for i, layer in enumerate(self.blocks):
             layer.recompute = i in chosen
 
     def forward(
@@ -246,7 +153,7 @@ class DeepseekV4(nn.Module):
         True for real tokens; position_ids [B,S] for the rotary embedding (default: within the document).  ``counts``: what
         the losses are divided by, where this is one micro-batch of several (default: counted here).
         """
-        ids = _checked_inputs(self.config, input_ids, targets, document_ids, padding_mask, position_ids, other)
+        ids = checked_inputs(self.config, input_ids, targets, document_ids, padding_mask, position_ids, other)
         at = rows(ids, document_ids, padding_mask, position_ids)
         layouts = {m: layer_layout(at, self.config, m) for m in sorted(set(self.config.compress_ratios))}
         dense, teach = self.stage != "sparse", targets is not None and self.stage != "dense"
@@ -276,7 +183,7 @@ class DeepseekV4(nn.Module):
         next_ids = objectives.shifted(ids, 0)
         next_embedding = self.embed(next_ids).to(streams.dtype)
         layout = layout._replace(real=objectives.has_next(at))
-        streams, fact = layer.predict(streams, next_embedding, next_ids, layout)
+        streams, fact = layer(streams, next_embedding, next_ids, layout)
         wanted = objectives.mtp_targets(targets, at)
         return self.output_loss(layer.hc_head, layer.norm, self.head, streams, wanted), [fact]
 
@@ -309,11 +216,12 @@ class DeepseekV4(nn.Module):
         """``bias_e += rate sign(mean load - load_e)`` in every learned router; once per optimiser step.
 
         load [layers,E]: real tokens of the whole batch sent to each expert, as in ``metrics["expert_load"]``.  Hash layers
-        have no bias and are passed over; forced routing says nothing about the router, so then nothing changes.
+        have no bias and are passed over.  Nothing changes under forced routing, which says nothing about the router, and in
+        the indexer's warm-up, in which everything else is frozen.
         """
-        if self.config.force_balanced_routing:
+        if self.config.force_balanced_routing or self.stage == "indexer_warmup":
             return
-        for layer, row in zip((*self.layers, *self.mtp), load, strict=False):
+        for layer, row in zip(self.blocks, load, strict=False):
             gate = layer.ffn.gate
             if not gate.hashed:
                 gate.bias += self.config.router_bias_update_rate * torch.sign(row.mean() - row).to(gate.bias.dtype)
@@ -330,55 +238,3 @@ class DeepseekV4(nn.Module):
         from dsv4c.weights import save_pretrained
 
         save_pretrained(self, folder, layout=layout, **options)
-
-
-def _checked_inputs(
-    config: ModelConfig, input_ids: Tensor | None, targets: Tensor | None, document_ids: Tensor | None,
-    padding_mask: Tensor | None, position_ids: Tensor | None, other: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    """The ids, after refusing what cannot be meant."""
-    if "labels" in other:
-        raise DataError(
-            "labels is not an argument: Hugging Face labels are unshifted", where="DeepseekV4.forward",
-            allowed="targets: targets[t] is the token to predict at position t, already shifted, -100 ignored",
-            do="pass targets = labels shifted one position to the left, with -100 at the end",
-        )  # fmt: skip
-    if other or input_ids is None:
-        raise DataError(
-            f"unknown argument {next(iter(other))!r}" if other else "input_ids is missing", where="DeepseekV4.forward",
-            allowed="input_ids, targets, document_ids, padding_mask, position_ids, counts",
-            do="pass input_ids [B,S]: hash routers choose experts by token id, embeddings alone cannot be routed",
-        )  # fmt: skip
-    if input_ids.dim() != 2 or input_ids.shape[1] < 1 or input_ids.dtype not in (torch.int32, torch.int64):
-        raise DataError(
-            f"input_ids is {input_ids.dtype} {list(input_ids.shape)}", where="DeepseekV4.forward",
-            allowed="int64 [B,S] with S >= 1", do="pass a batch of token ids",
-        )  # fmt: skip
-    named = {"targets": targets, "document_ids": document_ids, "padding_mask": padding_mask, "position_ids": position_ids}
-    for name, value in named.items():
-        if value is not None and value.shape != input_ids.shape:
-            raise DataError(
-                f"{name} is {list(value.shape)} for input_ids {list(input_ids.shape)}", where=f"DeepseekV4.forward, {name}",
-                allowed="the shape of input_ids", do="pass one value per token",
-            )  # fmt: skip
-    if padding_mask is not None and padding_mask.dtype != torch.bool:
-        raise DataError(
-            f"padding_mask is {padding_mask.dtype}", where="DeepseekV4.forward, padding_mask",
-            allowed="bool, True for real tokens", do="pass mask.bool(), not an additive mask",
-        )  # fmt: skip
-    if input_ids.shape[1] > config.max_position_embeddings:
-        raise DataError(
-            f"{input_ids.shape[1]} tokens in a row", where="DeepseekV4.forward, input_ids",
-            allowed=f"at most max_position_embeddings = {config.max_position_embeddings}", do="use shorter rows",
-        )  # fmt: skip
-    # Reading values is free on a CPU and would stall an accelerator; the loader has checked them there.
-    has_values = type(input_ids) is Tensor and not torch.compiler.is_compiling()
-    if has_values and input_ids.device.type == "cpu" and input_ids.numel():
-        low, high = (int(v) for v in input_ids.aminmax())
-        if low < 0 or high >= config.vocab_size:
-            raise DataError(
-                f"token id {low if low < 0 else high}", where="DeepseekV4.forward, input_ids",
-                allowed=f"0 to {config.vocab_size - 1} (vocab_size {config.vocab_size})",
-                do="use the tokenizer that the model was made for",
-            )  # fmt: skip
-    return input_ids.long()

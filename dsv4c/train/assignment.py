@@ -5,10 +5,9 @@ The tables behind `dsv4c.train.optim`.  Source: paper, sections 2.4 and 4.2.2; s
 AdamW has the embedding, the head, RMSNorm weights, bases and scales of the hyper-connections, and whatever else has
 fewer than two dimensions (attention sinks); Muon has the rest.
 
-**Weight decay.** The paper states 0.1 for both optimizers and names no exception.  Here it falls on the embedding,
-the head and every Muon weight.  Vectors are excluded by default, as usual: decay pulls a norm's weight, a sink or a
-base towards a value that means nothing in particular, and a matrix next to a norm undoes what the decay of its
-weight does. `OptimConfig.decay_vectors` = True is the literal reading.
+**Weight decay.** The paper states 0.1 for both optimizers and names no exception, so by default it falls on every
+parameter.  `OptimConfig.decay_vectors` = False excludes norms, sinks, bases and scales, as is usual elsewhere: decay pulls
+those towards a value that means nothing in particular.
 
 **Independent matrices.** Muon orthogonalises each logically independent weight.  Several of them share a tensor here
 for the sake of one matrix product (gate and up projection; the two halves of an overlapping compressor; the three

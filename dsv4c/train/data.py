@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from dsv4c.errors import DataError
+from dsv4c.model.objectives import IGNORED
 from dsv4c.train.tokenizer import Tokenizer, load_tokenizer
 from dsv4c.train.tokens import TokenCorpus, open_corpus
-
-IGNORED = -100  # a target that no loss counts
 
 Ids = npt.NDArray[np.int64]
 

@@ -19,6 +19,7 @@ from dsv4c.model.objectives import Counts
 from dsv4c.model.transformer import DeepseekV4
 
 Autocast = Callable[[torch.device], AbstractContextManager[Any]]
+NOT_FOUND = "not found when the step was repeated without compilation: suspect the compiled code or the machine"
 DO = "nothing was updated: resume from the last checkpoint, with a lower learning rate if this repeats"
 
 
@@ -29,11 +30,11 @@ def nonfinite(
     """The error for this step: which objective, which layer, which tensor."""
     wrong = [name for name, value in result.items() if name in model.config.objectives and not math.isfinite(value)]
     what = f"step {step}: " + (f"the loss {', '.join(wrong)} is not finite" if wrong else "a gradient is not finite")
-    tensor = _first_tensor(model) or _first_activation(model, batches, counts, autocast)
+    tensor = first_nonfinite_tensor(model) or _first_activation(model, batches, counts, autocast)
     if tensor is None:
         objective, tensor = _first_gradient(model, batches, counts, autocast)
         what += f" (objective {objective})" if objective else ""
-    where = tensor or "not found when the step was repeated without compilation: suspect the compiled code or the machine"
+    where = tensor or _largest_gradient(model) or NOT_FOUND
     return NonFiniteError(what, where=where, allowed="finite numbers", do=DO)
 
 
@@ -41,14 +42,23 @@ def _bad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all())
 
 
-def _first_tensor(model: nn.Module) -> str | None:
-    """The first parameter or buffer, in the order of the layers."""
+def first_nonfinite_tensor(model: nn.Module) -> str | None:
+    """The first parameter or buffer that is not finite, in the order of the layers."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, value in named:
             if _bad(value):
                 n = int((~torch.isfinite(value)).sum())
                 return f"{kind} {name}: {n} of {value.numel()} elements"
     return None
+
+
+def _largest_gradient(model: nn.Module) -> str | None:
+    """A gradient whose elements are finite while the sum of their squares is not."""
+    sizes = {n: float(p.grad.abs().max()) for n, p in model.named_parameters() if p.grad is not None and p.grad.numel()}
+    name = max(sizes, key=lambda n: sizes[n], default=None)
+    if name is None or not 1e18 < sizes[name] < math.inf:
+        return None
+    return f"gradient of {name}: finite, but as large as {sizes[name]:.3g}: its norm overflows"
 
 
 @contextmanager

@@ -5,6 +5,8 @@ Ties together the loader, the step, the log and the checkpoints; decides when, n
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import sys
 import threading
@@ -23,25 +25,23 @@ from dsv4c.config import ModelConfig
 from dsv4c.errors import CheckpointError, ConfigError, NonFiniteError
 from dsv4c.model.transformer import DeepseekV4
 from dsv4c.torch_compat import compile_counts
-from dsv4c.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from dsv4c.train.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from dsv4c.train.data import Loader, make_loader
-from dsv4c.train.log import RunLog
+from dsv4c.train.diagnosis import first_nonfinite_tensor
+from dsv4c.train.log import LOG, RunLog
 from dsv4c.train.optim import OptimConfig, SplitOptimizer, build_optimizer
 from dsv4c.train.schedule import LrSchedule, Stage, lr_factor, mtp_coef, parse_stages, stage_at
 from dsv4c.train.step import TrainStep
 
-FORCED = "BENCHMARK ONLY: routing is forced to be balanced; the router is not used and the balance objective is off"
+FORCED = "BENCHMARK ONLY: experts are assigned in turn, not chosen by the router; the balance objective is off"
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that a run depends on. ``model`` and what stands before ``out`` must be the same when it is resumed."""
+    """Everything that a run depends on. What stands before ``steps`` must be the same when it is resumed; that the corpus
+    and the tokenizer are the same is checked by content."""
 
     model: ModelConfig
-    data: tuple[str, ...] = ()  # empty: the running Python's standard library
-    tokenizer: str = "bytes"
-    text_field: str = "text"
-    steps: int = 300
     seq_len: int = 256
     batch_size: int = 4
     grad_accum: int = 1
@@ -52,6 +52,10 @@ class RunConfig:
     decay_start: int | None = None
     mtp_coef_after_decay: float | None = None  # None: the coefficient stays
     stages: str = "sparse"
+    steps: int = 300
+    data: tuple[str, ...] = ()  # empty: the running Python's standard library
+    tokenizer: str = "bytes"
+    text_field: str = "text"
     out: str = "runs/latest"
     cache_dir: str | None = None
     resume: bool = False
@@ -66,7 +70,7 @@ class RunConfig:
         """The part that a checkpoint is checked against."""
         values = asdict(self) | {"model": self.model.to_dict(), "optim": asdict(self.optim)}
         names = list(values)
-        return {k: v for k, v in values.items() if names.index(k) < names.index("out")}
+        return {k: v for k, v in values.items() if names.index(k) < names.index("steps")}
 
 
 class _StopRequest:
@@ -128,15 +132,16 @@ class Run:
         self.config, self.console = config, console
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
+        self.stopped_by: int | None = None
         resume_from = self._resume_from()
         self.stages = parse_stages(config.stages, config.steps)
         self.schedule = LrSchedule(
-            config.steps, min(config.optim.warmup_steps, config.steps), config.optim.min_lr_ratio, config.decay,
-            config.decay_start,
-        )  # fmt: skip
+            config.steps, config.optim.warmup_steps, config.optim.min_lr_ratio, config.decay, config.decay_start
+        )
+        device = preflight(config, self.stages)
         config.model.warn_if_everything_is_selected(config.seq_len)
         torch.manual_seed(config.seed)
-        with torch.device(config.device):
+        with device:
             self.model = DeepseekV4(config.model)
         layers = config.recompute
         self.model.set_recompute(layers if layers in ("off", "all") else _indices(layers))
@@ -157,7 +162,7 @@ class Run:
         if self.first_step >= config.steps:
             raise ConfigError(
                 f"the run is already at step {self.first_step}", where=str(self.out), allowed=f"steps > {self.first_step}",
-                do="ask for more steps, or start another run",
+                do="ask for more with --steps, or start another run",
             )  # fmt: skip
         self.step = TrainStep(
             self.model, self.optimizer, grad_accum=config.grad_accum, dtype=config.dtype,
@@ -179,7 +184,6 @@ class Run:
     def _enter(self, stage: Stage, log: RunLog) -> None:
         """Freeze and thaw what the stage says."""
         self.model.set_stage(stage.name)
-        self.optimizer.refresh(self.model)
         log.set_objectives(self.model.objectives)
 
     def _set_rates(self, step: int, stage: Stage) -> float:
@@ -193,6 +197,13 @@ class Run:
         return (c.optim.lr if stage.lr is None else stage.lr) * factor
 
     def _save(self, step: int) -> Path:
+        """A checkpoint, unless the update has left something in the model that is not finite."""
+        if (wrong := first_nonfinite_tensor(self.model)) is not None:
+            error = NonFiniteError(
+                f"the update of step {step} left a value that is not finite", where=wrong, allowed="finite numbers",
+                do="no checkpoint was written: resume from an earlier one, with a lower learning rate",
+            )  # fmt: skip
+            raise self._with_checkpoint(error)
         return save_checkpoint(
             self.checkpoints, step=step, model=self.model, optimizer=self.optimizer,
             loader_state=dict(self.loader.state_dict()), extra={}, config=self.config.must_match(), keep=self.config.keep,
@@ -234,6 +245,7 @@ class Run:
                 if done % c.save_every == 0 or ends:
                     self._save(done)
                 if asked is not None:
+                    self.stopped_by = asked
                     self.console.print(f"stopped by signal {asked} after step {done}; go on with --resume")
                     break
         return record
@@ -251,9 +263,55 @@ class Run:
         )  # fmt: skip
 
     def _with_checkpoint(self, error: NonFiniteError) -> NonFiniteError:
-        last = latest_checkpoint(self.checkpoints) if self.checkpoints.exists() else None
-        named = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+        kept = list_checkpoints(self.checkpoints) if self.checkpoints.exists() else []
+        named = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        if kept and kept[-1].name == f"step-{self.step.steps:08d}":
+            named = f"{kept[-1]} holds the very state that failed"
+            named += f"; the one before it is {kept[-2]}" if len(kept) > 1 else "; there is none before it"
         return NonFiniteError(error.what, where=error.where, allowed=error.allowed, do=f"{error.do}; {named}")
+
+
+def preflight(c: RunConfig, stages: tuple[Stage, ...]) -> torch.device:
+    """Refuse what could only fail later, before a model is built or a text is read; the device to train on."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}", where="environment", allowed="one process",
+            do="start one process: gradients are not summed over processes",
+        )  # fmt: skip
+    if any(s.name == "indexer_warmup" for s in stages) and not c.model.trains_indexer:
+        raise ConfigError(
+            "the indexer warm-up has nothing to train: indexer_kl_coef is 0", where=f"--stages {c.stages}",
+            allowed="indexer_kl_coef > 0", do="set indexer_kl_coef, or leave the stage out",
+        )  # fmt: skip
+    if c.seq_len > c.model.max_position_embeddings:
+        raise ConfigError(
+            f"seq_len is {c.seq_len}", where="--seq-len", do="use shorter rows",
+            allowed=f"at most max_position_embeddings = {c.model.max_position_embeddings}",
+        )  # fmt: skip
+    after = c.mtp_coef_after_decay
+    if after is not None and not (c.model.predicts_two_ahead and 0 < after < math.inf):
+        raise ConfigError(
+            f"the MTP coefficient after the decay is {after}", where="--mtp-coef-after-decay",
+            allowed="a positive number, for a model whose MTP objective is on", do="correct it, or leave it out",
+        )  # fmt: skip
+    if not 0 <= c.seed < 2**63:
+        raise ConfigError(f"seed is {c.seed}", where="--seed", allowed="0 to 2^63 - 1", do="choose another")
+    out = Path(c.out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is not a folder", where="--out", allowed="a folder, new or empty", do="choose another")
+    if not c.resume and (out / LOG).exists():
+        raise ConfigError(
+            "this folder already holds the log of a run", where=str(out), allowed="a folder without a run",
+            do="go on with --resume, or choose another --out",
+        )  # fmt: skip
+    try:
+        torch.empty(0, device=c.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device {c.device!r} cannot be used: {str(error).splitlines()[0]}", where="--device", allowed="cpu, cuda",
+            do="choose a device that `dsv4c env` lists",
+        ) from error  # fmt: skip
+    return torch.device(c.device)
 
 
 def _indices(text: str) -> list[int]:

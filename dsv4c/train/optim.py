@@ -20,6 +20,9 @@ from dsv4c.errors import CheckpointError, ConfigError
 from dsv4c.train.assignment import matrix_rows, parameter_names, rule_for
 from dsv4c.train.muon import Muon
 
+LARGEST = 1e37
+"""Of any setting: beyond it, products overflow in fp32."""
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -35,7 +38,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-20
     weight_decay: float = 0.1
-    decay_vectors: bool = False
+    decay_vectors: bool = True
     grad_clip: float | None = 1.0
     muon_momentum: float = 0.95
     muon_update_rms: float = 0.18
@@ -48,7 +51,7 @@ class OptimConfig:
             values = value if name == "betas" else (value,)
             if name == "decay_vectors" or value is None:
                 continue
-            top = 1.0 if name == "betas" else upper.get(name, math.inf)
+            top = 1.0 if name == "betas" else upper.get(name, LARGEST)
             for v in values:
                 if isinstance(v, (bool, str)) or not 0 <= v <= top or v == math.inf or (name in above_zero and v == 0):
                     raise ConfigError(f"{name} is {value!r}", allowed=f"a number from 0 to {top}, finite")
@@ -222,10 +225,11 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> SplitOptimizer:
 def clip_gradients(
     model: nn.Module, max_norm: float | None, *, reduce: Callable[[Tensor], Tensor] = lambda squares: squares
 ) -> dict[str, float]:
-    """Gradient norms by group, and clipping of the global one, in a single pass with a single synchronisation.
+    """Gradient norms by group, and clipping, in one pass.
 
     ||g||_2 of each tensor in fp32, the sum of their squares in fp64.  Gradients are scaled by max_norm / ||g|| when
-    the global norm is larger; a norm that is not finite clips nothing, it is for the caller to stop at.
+    the norm is larger; a norm that is not finite clips nothing, it is for the caller to stop at.  The indexer is clipped
+    by its own norm: a common one would let its loss scale the updates of everything else, and the other way round.
 
     Args:
         model: its parameters' ``.grad``; parameters without one are left out.
@@ -248,10 +252,14 @@ def clip_gradients(
     norms = {name: [torch.linalg.vector_norm(g, dtype=_accumulator(g)) for g in grads] for name, grads in groups.items()}
     squares = reduce(torch.stack([torch.stack(n).double().square().sum() for n in norms.values()]))
     total = float(squares.sum().sqrt())
-    if max_norm is not None and math.isfinite(total) and total > max_norm:
-        for grads in groups.values():
-            for grad in grads:
-                grad.mul_(max_norm / total)
+    if max_norm is not None and math.isfinite(total):
+        indexer = torch.tensor([name == "indexer" for name in groups], device=squares.device)
+        for part in (indexer, ~indexer):
+            norm = float(squares[part].sum().sqrt())
+            if norm > max_norm:
+                for grads, chosen in zip(groups.values(), part.tolist(), strict=True):
+                    for grad in grads if chosen else ():
+                        grad.mul_(max_norm / norm)
     return {"global": total, **dict(zip(groups, squares.sqrt().tolist(), strict=True))}
 
 

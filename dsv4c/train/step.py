@@ -23,7 +23,7 @@ from dsv4c.model.layout import rows
 from dsv4c.model.objectives import Counts
 from dsv4c.model.transformer import DeepseekV4
 from dsv4c.train.diagnosis import nonfinite
-from dsv4c.train.optim import clip_gradients
+from dsv4c.train.optim import SplitOptimizer, clip_gradients
 
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 BATCH_KEYS = ("input_ids", "targets", "document_ids", "padding_mask", "position_ids")
@@ -69,7 +69,13 @@ class TrainStep:
         self.model = compile_model(model, **compile_options) if compile and not model.is_compiled else model
         self.optimizer, self.grad_accum, self.grad_clip = optimizer, grad_accum, grad_clip
         self.autocast_dtype = DTYPES[dtype]
+        if objectives.n_processes() > 1:
+            raise ConfigError(
+                f"{objectives.n_processes()} processes", where="TrainStep", allowed="one process",
+                do="train on one process: gradients are not summed over processes",
+            )  # fmt: skip
         self.steps = 0
+        self._checked_stage: str | None = None
         self.expert_load: Tensor | None = None
 
     def step(self, batches: Sequence[Batch] | Batch) -> dict[str, float]:
@@ -79,6 +85,7 @@ class TrainStep:
         ``captured_mass`` where an indexer selects, ``grad_norm`` and ``grad_norm/GROUP``.
         """
         moved = self._on_device(batches)
+        self._check_optimizer()
         counts = self._count(moved)
         self.optimizer.zero_grad(set_to_none=True)
         losses: dict[str, Tensor] = {}
@@ -86,7 +93,13 @@ class TrainStep:
         for batch in moved:
             with self._autocast(batch["input_ids"].device):
                 out = self.model(**batch, counts=counts)
-            reduce(add, out.losses.values()).backward()
+            total_loss = reduce(add, out.losses.values())
+            if not total_loss.requires_grad:
+                raise DataError(
+                    "nothing in this batch can be trained on", where=f"TrainStep.step, stage {self.model.stage}",
+                    allowed="in the indexer's warm-up, rows of at least 4 tokens", do="use longer rows",
+                )  # fmt: skip
+            total_loss.backward()
             for total, new in ((losses, out.losses), (metrics, out.metrics)):
                 for name, value in new.items():
                     total[name] = total[name] + value.detach() if name in total else value.detach()
@@ -104,6 +117,21 @@ class TrainStep:
         self.steps += 1
         self.expert_load = load
         return result | {"grad_norm": norms.pop("global"), **{f"grad_norm/{k}": v for k, v in norms.items()}}
+
+    def _check_optimizer(self) -> None:
+        """Once per stage: what the stage trains is what the optimizer has."""
+        if self._checked_stage == self.model.stage:
+            return
+        if isinstance(self.optimizer, SplitOptimizer):
+            self.optimizer.refresh(self.model)
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        lost = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in held]
+        if lost:
+            raise ConfigError(
+                f"{len(lost)} parameters are to be trained and are not in the optimizer", where=", ".join(lost[:3]),
+                allowed="every parameter that requires a gradient", do="build the optimizer from this model's parameters",
+            )  # fmt: skip
+        self._checked_stage = self.model.stage
 
     def _on_device(self, batches: Sequence[Batch] | Batch) -> list[dict[str, Tensor]]:
         given = [batches] if isinstance(batches, Mapping) else list(batches)

@@ -37,7 +37,21 @@ WRONG = {
     "a list of layers that is none": (["--recompute", "some"], ["'some'", "0,1,5"]),
     "a preset and a config": (["--preset", "tiny", "--config", "x.json"], ["--preset and --config"]),
     "a batch of nothing": (["--batch-size", "0"], ["batch_size"]),
-    "too long a warm-up": (["--lr", "-1"], ["lr is -1"]),
+    "a negative learning rate": (["--lr", "-1"], ["lr is -1"]),
+    "a learning rate that overflows": (["--lr", "1e38"], ["lr is 1e+38"]),
+    "too long a warm-up": (["--warmup-steps", "9"], ["warmup_steps is 9", "0 to 2"]),
+    "a device that does not exist": (["--device", "foo"], ["device 'foo'", "cpu, cuda"]),
+    "a seed that is too large": (["--seed", "99999999999999999999"], ["seed is 99999999999999999999", "2^63"]),
+    "a negative MTP coefficient": (["--mtp-coef-after-decay", "-1"], ["--mtp-coef-after-decay", "positive"]),
+    "a NaN MTP coefficient": (["--mtp-coef-after-decay", "nan"], ["--mtp-coef-after-decay", "positive"]),
+    "a warm-up of an indexer that is off": (
+        ["--stages", "dense:1,indexer_warmup:1", "--set", "indexer_kl_coef=0"], ["nothing to train"],
+    ),
+    "rows longer than the model": (["--seq-len", "100000"], ["seq_len is 100000", "65536"]),
+    "widths that no block of scales divides": (
+        ["--set", "attention_kv_precision=fp8", "--set", "head_dim=112"],
+        ["attention_kv_precision is fp8", "multiple of 64"],
+    ),
 }
 
 
@@ -72,6 +86,26 @@ def test_a_broken_jsonl_line_is_named_with_file_and_line(
     status, text = run(monkeypatch, capsys, "train", "--data", str(data), "--no-compile", "--out", str(tmp_path / "run"))
     assert status == 2
     assert all(part in text for part in expected)
+
+
+def test_a_run_folder_that_is_a_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "file"
+    out.write_text("mine")
+    status, text = run(monkeypatch, capsys, "train", "--steps", "1", "--no-compile", "--out", str(out))
+    assert status == 2
+    assert "is not a folder" in text
+    assert out.read_text() == "mine"
+
+
+def test_several_processes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # B64
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, text = run(monkeypatch, capsys, "train", "--steps", "1", "--no-compile", "--out", str(tmp_path / "run"))
+    assert status == 2
+    assert "WORLD_SIZE is 2" in text
 
 
 def test_a_config_with_a_typo_names_file_and_nearest_key(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsv4c import ops
-from dsv4c.model import compressor, layout, moe, objectives, precision, rope, transformer
+from dsv4c.model import block, compressor, layout, moe, objectives, precision, rope
 from dsv4c.model.attention import Attention
 from dsv4c.model.hyper_connections import HyperConnection
 from dsv4c.model.indexer import Indexer
@@ -170,7 +170,7 @@ MUTANTS: dict[str, Mutant] = {
         test_precision.test_autocast_does_not_reach_into_an_operator, "monkeypatch", "indexer_topk",
     ),
     "recomputation shares the cache of autocast (B26)": mutant(
-        transformer.Block.forward, "with _casts_again(streams):", "if True:",
+        block._Layer.run, "with _casts_again(streams):", "if True:",
         test_gradient_topology.test_recomputation_changes_no_loss_no_gradient_and_no_count, "all", True,
     ),
     "the gate follows the activation dtype (B31)": mutant(
@@ -194,7 +194,7 @@ MUTANTS: dict[str, Mutant] = {
         test_router_bias.test_the_bias_moves_against_the_load_and_hash_layers_do_not_stop_it,
     ),
     "choices are recomputed (B44, B45)": mutant(
-        transformer._keep_choices, "MUST_SAVE", "PREFER_RECOMPUTE",
+        block._keep_choices, "MUST_SAVE", "PREFER_RECOMPUTE",
         test_gradient_topology.test_a_bias_that_moves_between_forward_and_backward_changes_no_gradient, "all",
     ),
     "the norm is rounded before its weight": mutant(

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsv4c import DeepseekV4, ops
 from dsv4c.config import LayerKind
 from dsv4c.model.attention import Attention
+from dsv4c.model.block import Block
 from dsv4c.model.moe import Gate, MoE
 from dsv4c.model.precision import linear_wide, wide
-from dsv4c.model.transformer import Block
 from dsv4c.torch_compat import inductor_settings
 from tests.model.conftest import SPEC, batch, build, gradients, outputs, randomise, reached, total
 

@@ -55,9 +55,26 @@ def test_gradient_norms_by_group_add_up_to_the_global_norm() -> None:
 
 def test_clipping_scales_to_the_given_norm_and_reports_the_norm_before() -> None:
     model = model_with_gradients()
-    before = clip_gradients(model, None)["global"]
-    assert clip_gradients(model, before / 4)["global"] == pytest.approx(before)
-    assert clip_gradients(model, None)["global"] == pytest.approx(before / 4, rel=1e-6)
+    before = clip_gradients(model, None)
+    rest = (before["global"] ** 2 - before["indexer"] ** 2) ** 0.5
+    limit = min(rest, before["indexer"]) / 4
+    assert clip_gradients(model, limit)["global"] == pytest.approx(before["global"])
+    after = clip_gradients(model, None)
+    assert after["indexer"] == pytest.approx(limit, rel=1e-6)
+    assert (after["global"] ** 2 - after["indexer"] ** 2) ** 0.5 == pytest.approx(limit, rel=1e-6)
+
+
+def test_the_size_of_the_indexers_gradient_does_not_scale_the_others() -> None:  # B19, invariant 21
+    def clipped(indexer_scale: float) -> dict[str, torch.Tensor]:
+        model = model_with_gradients()
+        for name, p in model.named_parameters():
+            if ".indexer." in name:
+                p.grad.mul_(indexer_scale)
+        clip_gradients(model, 0.5)
+        return {n: p.grad for n, p in model.named_parameters() if ".indexer." not in n}
+
+    small, large = clipped(1e-3), clipped(1e3)
+    assert all(torch.equal(small[n], large[n]) for n in small)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e9])

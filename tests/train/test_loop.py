@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,31 @@ def test_a_non_finite_loss_ends_the_run_and_names_the_last_good_checkpoint(confi
     run.step.step = poisoned  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError, match=r"step 5: the loss (?s:.*)layers\.2\.ffn\.experts\.w13(?s:.*)step-00000004"):
         run.train()
+
+
+def test_an_update_that_leaves_an_infinity_is_not_saved(config: RunConfig) -> None:
+    run = Run(config, CONSOLE)
+    step = run.step.step
+
+    def overflowing(batches: Any) -> dict[str, float]:
+        result = step(batches)
+        if run.step.steps == 4:
+            with torch.no_grad():
+                run.model.head.weight[0, 0] = float("inf")
+        return result
+
+    run.step.step = overflowing  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError, match=r"step 4 left(?s:.*)head\.weight(?s:.*)step-00000002"):
+        run.train()
+    assert [p.name for p in list_checkpoints(Path(config.out) / "checkpoints")] == ["step-00000002"]
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_from_moved_data(config: RunConfig, tmp_path: Path) -> None:
+    Run(replace(config, steps=2), CONSOLE).train()
+    moved = tmp_path / "moved"
+    shutil.copytree(config.data[0], moved)
+    Run(replace(config, steps=3, resume=True, data=(str(moved),)), CONSOLE).train()
+    assert [r["step"] for r in log_of(config.out)] == [1, 2, 3]
 
 
 def test_forced_routing_says_so_at_every_log_line(config: RunConfig) -> None:

@@ -122,8 +122,7 @@ def test_the_split_step_equals_adamw_and_muon_run_by_hand() -> None:
     tables = [params["embed.weight"], params["head.weight"]]
     matrices = {name: p for name, p in params.items() if name not in ADAMW}
     adamw = torch.optim.AdamW(
-        [{"params": vectors, "weight_decay": 0.0}, {"params": tables, "weight_decay": 0.1}],
-        lr=0.01, betas=(0.9, 0.95), eps=1e-20,
+        [*vectors, *tables], weight_decay=0.1, lr=0.01, betas=(0.9, 0.95), eps=1e-20,
     )  # fmt: skip
     rows = [matrix_rows(name, params) for name in matrices]
     muon = Muon([{"params": list(matrices.values()), "row_blocks": rows}], lr=0.01)

@@ -143,3 +143,63 @@ def test_nonsense_settings_are_refused() -> None:
     for settings in ({"grad_accum": 0}, {"dtype": "fp8"}):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             make(**settings)  # type: ignore[arg-type]
+
+
+def test_a_target_that_is_no_token_is_refused_and_not_trained_on() -> None:
+    for wrong in (-1, 320):
+        bad = batch()
+        bad["targets"][0, 5] = wrong
+        with pytest.raises(DataError, match=rf"token id {wrong}(?s:.*)targets(?s:.*)-100"):
+            make().step(bad)
+    with pytest.raises(DataError, match=r"targets is torch\.float32"):
+        make().step({**batch(), "targets": batch()["targets"].float()})
+
+
+def test_the_indexer_warm_up_changes_nothing_but_the_indexer_buffers_included() -> None:
+    step = make()
+    step.model.set_stage("indexer_warmup")
+    before = {n: t.clone() for n, t in step.model.state_dict().items()}
+    step.step(batch())
+    changed = {n for n, t in step.model.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed
+    assert all(".indexer." in n for n in changed)
+
+
+def test_the_warm_up_watches_what_the_best_entries_of_the_indexer_would_capture() -> None:
+    step = make(index_topk=2)
+    step.model.set_stage("indexer_warmup")
+    assert 0 < step.step(batch())["captured_mass"] < 1
+
+
+def test_rows_too_short_for_the_warm_up_are_refused() -> None:
+    step = make()
+    step.model.set_stage("indexer_warmup")
+    with pytest.raises(DataError, match="nothing in this batch can be trained on"):
+        step.step(batch(seq_len=3))
+
+
+def test_an_optimizer_built_while_the_indexer_was_frozen_takes_it_in_and_a_foreign_one_is_refused() -> None:  # B19
+    torch.manual_seed(0)
+    model = DeepseekV4(ModelConfig.preset("tiny", index_topk=4))
+    model.set_stage("dense")
+    step = TrainStep(model, build_optimizer(model, OptimConfig(lr=1e-3)), compile=False)
+    model.set_stage("sparse")
+    before = model.layers[2].attn.indexer.wq_b.weight.detach().clone()
+    step.step(batch())
+    assert not torch.equal(model.layers[2].attn.indexer.wq_b.weight, before)
+    other = DeepseekV4(ModelConfig.preset("tiny"))
+    with pytest.raises(ConfigError, match="not in the optimizer"):
+        TrainStep(model, torch.optim.SGD(other.parameters(), lr=0.1), compile=False).step(batch())
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # B64, B65
+    monkeypatch.setattr("dsv4c.model.objectives.n_processes", lambda: 2)
+    with pytest.raises(ConfigError, match="2 processes"):
+        make()
+
+
+def test_a_gradient_whose_norm_overflows_is_named() -> None:
+    step = make()
+    step.model.norm.weight.register_hook(lambda g: g * 0 + 1e30)
+    with pytest.raises(NonFiniteError, match=r"gradient of norm\.weight: finite, but as large as 1e\+30"):
+        step.step(batch())
