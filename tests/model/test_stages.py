@@ -110,7 +110,7 @@ def test_without_the_objective_the_indexer_stays_frozen_and_the_warm_up_is_refus
 
 
 def test_recomputation_of_layers_that_do_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"0\.\.4"):
-        build().set_recompute([5])
+    with pytest.raises(ConfigError, match=r"0\.\.5"):
+        build().set_recompute([6])
     with pytest.raises(ConfigError, match="off, all"):
         build().set_recompute("some")
