@@ -4,14 +4,23 @@ One file per operator holds its schema, fake, backward and CPU kernel; :mod:`dsv
 plain torch.  An operator is functional (nothing is mutated, no output aliases an input), takes tensors of any strides and
 returns contiguous ones, and computes in fp32, or fp64 where its inputs are fp64.
 
-==================== =======================================================================================
-``rope``             partial interleaved rotation of the last channels, and back
-``sparse_attention`` window, selected entries and sink in one softmax; output and log-sum-exp
-``indexer_topk``     scores of the visible entries and the best K of them; never a [B,S,Hi,P] tensor
+===================== =======================================================================================
+``rope``              partial interleaved rotation of the last channels, and back
+``sparse_attention``  window, selected entries and sink in one softmax; output and log-sum-exp
+``indexer_topk``      scores of the visible entries and the best K of them; never a [B,S,Hi,P] tensor
 ``indexer_kl_target`` the teacher of the indexer over the selected entries; no gradient
-``sinkhorn``         20 normalisations of the n x n residual mixing matrix
-``grouped_mm``       one matrix product per expert over rows sorted by expert
-==================== =======================================================================================
+``sinkhorn``          20 normalisations of the n x n residual mixing matrix
+``grouped_mm``        one matrix product per expert over rows sorted by expert
+``hadamard``          normalised Sylvester transform
+``compress``          gated softmax pooling of windows into entries
+``indexer_kl``        the distillation loss and its gradient in one pass
+``hc_pre, hc_post``   hyper-connections before and after a block
+``route``             square-root softplus scores, choice, normalised weights, load
+``swiglu_clamp``      clamped gate and up with the routing weight folded in
+===================== =======================================================================================
+
+The model calls the first six; for the others it still has the plain torch that Inductor fuses. Triton kernels are in
+:mod:`dsv4c.ops.triton`.
 
 ``DSV4_OPS=reference`` in the environment, or :func:`use_reference`, makes the model run on the references instead: they are
 plain differentiable torch, so ``torch.func`` and double precision go through them.
@@ -24,13 +33,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dsv4c.ops import compress as _compress
 from dsv4c.ops import grouped_mm as _grouped_mm
+from dsv4c.ops import hadamard as _hadamard
+from dsv4c.ops import hyper_connection as _hyper_connection
+from dsv4c.ops import indexer_kl as _indexer_kl
 from dsv4c.ops import indexer_kl_target as _indexer_kl_target
 from dsv4c.ops import indexer_topk as _indexer_topk
 from dsv4c.ops import reference
 from dsv4c.ops import rope as _rope
+from dsv4c.ops import route as _route
 from dsv4c.ops import sinkhorn as _sinkhorn
 from dsv4c.ops import sparse_attention as _sparse_attention
+from dsv4c.ops import swiglu_clamp as _swiglu_clamp
 
 _on_reference = os.environ.get("DSV4_OPS", "") == "reference"
 
@@ -54,6 +69,13 @@ def _either(operator: Callable[..., Any], formula: Callable[..., Any]) -> Callab
     return call
 
 
+compress = _either(_compress.compress, reference.compress)
+hadamard = _either(_hadamard.hadamard, reference.hadamard)
+hc_post = _either(_hyper_connection.hc_post, reference.hc_post)
+hc_pre = _either(_hyper_connection.hc_pre, reference.hc_pre)
+indexer_kl = _either(_indexer_kl.indexer_kl, reference.indexer_kl)
+route = _either(_route.route, reference.route)
+swiglu_clamp = _either(_swiglu_clamp.swiglu_clamp, reference.swiglu_clamp)
 rope = _either(_rope.rope, reference.rope)
 sparse_attention = _either(_sparse_attention.sparse_attention, reference.sparse_attention)
 indexer_topk = _either(_indexer_topk.indexer_topk, reference.indexer_topk)
@@ -61,4 +83,19 @@ indexer_kl_target = _either(_indexer_kl_target.indexer_kl_target, reference.inde
 sinkhorn = _either(_sinkhorn.sinkhorn, reference.sinkhorn)
 grouped_mm = _either(_grouped_mm.grouped_mm, reference.grouped_mm)
 
-__all__ = ["grouped_mm", "indexer_kl_target", "indexer_topk", "rope", "sinkhorn", "sparse_attention", "use_reference"]
+__all__ = [
+    "compress",
+    "grouped_mm",
+    "hadamard",
+    "hc_post",
+    "hc_pre",
+    "indexer_kl",
+    "indexer_kl_target",
+    "indexer_topk",
+    "rope",
+    "route",
+    "sinkhorn",
+    "sparse_attention",
+    "swiglu_clamp",
+    "use_reference",
+]

@@ -9,6 +9,26 @@ import torch
 from torch import Tensor
 
 
+def _plain(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    rotary, acc = 2 * cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    angle = torch.complex(cos.to(acc), sin.neg().to(acc) if inverse else sin.to(acc))
+    angle = angle if x.dim() == 3 else angle[:, :, None]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    plain = x.shape[-1] - rotary
+    out[..., :plain] = x[..., :plain]
+    # Pairs are complex numbers where a pair has one address: an even offset, in steps of two.
+    pairs = x[..., plain:].unflatten(-1, (-1, 2))
+    aligned = pairs.storage_offset() % 2 == 0 and pairs.stride(-1) == 1 and all(n % 2 == 0 for n in pairs.stride()[:-1])
+    if x.dtype == acc and plain % 2 == 0 and aligned:
+        turned = torch.view_as_complex(out[..., plain:].unflatten(-1, (-1, 2)))
+        torch.mul(torch.view_as_complex(pairs), angle, out=turned)
+    else:
+        wide = torch.empty(pairs.shape, dtype=acc, device=x.device).copy_(pairs)
+        turned = torch.view_as_complex(wide).mul_(angle)
+        out[..., plain:] = torch.view_as_real(turned).flatten(-2)
+    return out
+
+
 @torch.library.custom_op("dsv4::rope", mutates_args=())
 def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """``a, b -> a cos - b sin, a sin + b cos`` on neighbouring pairs of the last r channels; -sin for the inverse.
@@ -16,16 +36,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     Shapes: x [B,S,c] or [B,S,H,c], cos and sin [B,S,r/2] fp32.  Computed in fp32 (fp64 for fp64 inputs), returned in x's
     dtype; the first c - r channels are copied bit for bit.
     """
-    out = x.clone(memory_format=torch.contiguous_format)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    tail = out[..., x.shape[-1] - 2 * cos.shape[-1] :]
-    # A copy of its own: for one token, or where every channel turns, the tail is contiguous and would be turned in place.
-    copied = torch.empty(tail.shape, dtype=wide, device=x.device).copy_(tail)
-    turned = torch.view_as_complex(copied.unflatten(-1, (-1, 2)))
-    angle = torch.complex(cos.to(wide), sin.neg().to(wide) if inverse else sin.to(wide))
-    turned.mul_(angle if x.dim() == 3 else angle[:, :, None])
-    tail.copy_(torch.view_as_real(turned).flatten(-2))
-    return out
+    return _plain(x, cos, sin, inverse)
 
 
 @rope.register_fake

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4c.ops.precision import no_autocast
+
 _ROWS, _COLUMNS = 0, 1  # what a normalisation makes sum to 1
 _BLOCK = 1024  # tokens
 
@@ -39,7 +41,7 @@ def normalised(logits: Tensor, iters: int, eps: float) -> Tensor:
     rows = logits.reshape(-1, n, n)
     out = torch.empty(rows.shape, dtype=logits.dtype, device=logits.device)
     sums = _sums(logits)
-    with torch.autocast(logits.device.type, enabled=False):
+    with no_autocast(logits):
         for t in range(0, len(rows), _BLOCK):
             c = _start(rows[t : t + _BLOCK]).flatten(0, 1) + eps
             added = torch.full_like(c, eps)
@@ -59,7 +61,7 @@ def normalised_backward(grad: Tensor, logits: Tensor, iters: int, eps: float) ->
     rows, grads = logits.reshape(-1, n, n), grad.reshape(-1, n, n)
     out = torch.empty(rows.shape, dtype=logits.dtype, device=logits.device)
     sums = _sums(logits)
-    with torch.autocast(logits.device.type, enabled=False):
+    with no_autocast(logits):
         for t in range(0, len(rows), _BLOCK):
             softmax = _start(rows[t : t + _BLOCK]).flatten(0, 1)
             matrices = [softmax + eps]

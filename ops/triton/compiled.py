@@ -114,9 +114,9 @@ def compile_for(
     pointer is taken to be aligned to 16 bytes and its tensor to be smaller than 2 GB, as a launch finds for torch's
     allocations at these sizes; ``divisible`` names the integers that are multiples of 16.  ``fresh``: past the cache.
     """
-    if target not in TARGETS:
+    gpu = TARGETS.get(target.partition(":")[0])  # "gfx942:sramecc+:xnack-": what follows the name changes no limit
+    if gpu is None:
         raise LowerError(f"no facts about target {target!r}", allowed=", ".join(TARGETS), do="add it to TARGETS")
-    gpu = TARGETS[target]
     if num_warps > gpu.max_warps:
         raise LowerError(
             f"{num_warps} waves of {gpu.wave} lanes are more than a workgroup holds",
@@ -137,7 +137,7 @@ def compile_for(
     try:
         binary = triton.compile(
             source,
-            target=GPUTarget("hip", target, gpu.wave),
+            target=GPUTarget("hip", gpu.arch, gpu.wave),
             options={"num_warps": num_warps, "num_stages": num_stages},
         )
     finally:
@@ -237,7 +237,7 @@ def report(rows: Iterable[Compiled], file: TextIO | None = None) -> None:
     table = Table(title="Triton kernels as compiled", title_justify="left")
     heads = ("kernel", "target", "warps", "vgpr (agpr)", "sgpr", "spill v/s", "scratch", "LDS KB", "occ", "total", *COLUMNS)
     for head in (*heads, "load x4/x2/x1/narrow", "store x4/x2/x1/narrow"):
-        table.add_column(head, justify="left" if head in ("kernel", "target") else "right", overflow="fold")
+        table.add_column(head, justify="left" if head in ("kernel", "target") else "right", no_wrap=head == "kernel")
     for c in rows:
         wide = ["/".join(str(c.instructions.get(f"global_{way}_{w}", 0)) for w in ("x4", "x2", "x1", "narrow"))
                 for way in ("load", "store")]  # fmt: skip
@@ -246,4 +246,4 @@ def report(rows: Iterable[Compiled], file: TextIO | None = None) -> None:
             str(c.scratch), f"{c.lds / 1024:.1f}", str(c.occupancy), str(sum(c.instructions.values())),
             *(str(c.instructions.get(x, 0)) for x in COLUMNS), *wide,
         )  # fmt: skip
-    Console(width=200, file=file or sys.stdout).print(table)
+    Console(width=220, file=file or sys.stdout).print(table)

@@ -4,6 +4,9 @@ Of the queries' logits only a [heads, entries] tile exists at a time.  Entries a
 query whose last ids are -1 stops early, so that the work follows the causal triangle.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+# A kernel is typed by Triton's compiler.
+
 from __future__ import annotations
 
 from typing import Any

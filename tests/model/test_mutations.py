@@ -69,7 +69,7 @@ MUTANTS: dict[str, Mutant] = {
         test_hyper_connections.test_neutral_parameters_give_the_neutral_weights,
     ),
     "Sinkhorn starts with the rows (B12)": mutant(
-        _sinkhorn_op._axes, "[_COLUMNS, *(_ROWS, _COLUMNS)", "[_ROWS, *(_COLUMNS, _ROWS)",
+        _sinkhorn_op._steps, "[_COLUMNS, *(_ROWS, _COLUMNS)", "[_ROWS, *(_COLUMNS, _ROWS)",
         test_hyper_connections.test_columns_of_comb_sum_to_one_and_rows_only_nearly,
     ),
     "the output is not rotated back (B06)": mutant(

@@ -37,7 +37,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     known = pyfuncitem.session.stash.setdefault(_outcomes, {})
     if pyfuncitem.path not in known:
-        marked = [i.nodeid for i in pyfuncitem.session.items if i.path == pyfuncitem.path and i.get_closest_marker("interpret")]
+        marked = [
+            i.nodeid for i in pyfuncitem.session.items if i.path == pyfuncitem.path and i.get_closest_marker("interpret")
+        ]
         known[pyfuncitem.path] = _run(pyfuncitem.config.rootpath, marked)
     failure = known[pyfuncitem.path].get(pyfuncitem.name, "the child process did not run this test")
     if failure:
