@@ -20,7 +20,6 @@ from dsv4c.model.layout import LayerLayout
 from dsv4c.model.norms import RMSNorm, rms
 from dsv4c.model.precision import QUANTIZE, KeepsFp32
 from dsv4c.model.rope import rotate
-from dsv4c.ops.precision import no_autocast
 
 
 class AttentionFacts(NamedTuple):
@@ -96,10 +95,9 @@ class Attention(KeepsFp32):
         if self.compressor is not None:
             entries = self.latent(self.compressor(x, at), at.entry_cos, at.entry_sin)
         chosen, ids, scores = self.select(x, query_latent, at, entries.shape[1], dense, teach)
-        with no_autocast(x):
-            o, lse = ops.sparse_attention(
-                q, kv, entries, self.attn_sink, at.start, at.entry_end, chosen, self.scale, self.window, self.ratio
-            )
+        o, lse = ops.sparse_attention(
+            q, kv, entries, self.attn_sink, at.start, at.entry_end, chosen, self.scale, self.window, self.ratio
+        )
         facts = self.report(q.detach(), entries.detach(), chosen, ids, scores, lse.detach(), at, teach)
         return self.project(o, at), facts
 
@@ -130,7 +128,6 @@ class Attention(KeepsFp32):
             return AttentionFacts(None, share)
         if ids is None or scores is None:  # no entry exists yet: every row contributes 0
             return AttentionFacts(lse.new_zeros(()), share)
-        with no_autocast(q):
-            joint = lse if self.target == "joint" else None
-            target = ops.indexer_kl_target(q, entries, ids, joint, self.scale, self.ratio)
-            return AttentionFacts(distillation(target, ids, scores, at.real), share)
+        joint = lse if self.target == "joint" else None
+        target = ops.indexer_kl_target(q, entries, ids, joint, self.scale, self.ratio)
+        return AttentionFacts(distillation(target, ids, scores, at.real), share)

@@ -65,8 +65,7 @@ class Indexer(nn.Module):
         w = linear_wide(narrow(x), narrow(self.weights_proj.weight)) * self.temperature
         n_entries = k.shape[1]
         topk = n_entries if dense or self.topk is None else self.topk
-        with no_autocast(x):  # autocast reaches the products inside an operator too
-            return ops.indexer_topk(round_qk(q), round_qk(k), w, at.start, at.entry_end, topk, 4)
+        return ops.indexer_topk(round_qk(q), round_qk(k), w, at.start, at.entry_end, topk, 4)
 
 
 def distillation(target: Tensor, ids: Tensor, scores: Tensor, real: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from dsv4c import ops
 from dsv4c.config import LayerKind, ModelConfig
 from dsv4c.model.layout import LayerLayout
 from dsv4c.model.precision import KeepsFp32, linear_wide, wide
-from dsv4c.ops.precision import no_autocast
 
 
 def sqrt_softplus(logits: Tensor) -> Tensor:
@@ -192,9 +191,8 @@ class MoE(nn.Module):
         flat = x.flatten(0, 1)
         routing = self.gate(flat, token_ids.flatten())
         shared = self.shared_experts(flat)
-        with no_autocast(x):
-            y = (self.experts(flat, routing, shared.dtype) + wide(shared)).to(x.dtype).view_as(x)
-            shape = (*x.shape[:2], -1)
-            sent = expert_counts(routing.ids.view(shape), at.real, self.gate.n_experts)
-            balance = sequence_balance(routing.scores.view(shape), sent, at, self.gate.k) if self.balances else None
+        y = (self.experts(flat, routing, shared.dtype) + wide(shared)).to(x.dtype).view_as(x)
+        shape = (*x.shape[:2], -1)
+        sent = expert_counts(routing.ids.view(shape), at.real, self.gate.n_experts)
+        balance = sequence_balance(routing.scores.view(shape), sent, at, self.gate.k) if self.balances else None
         return y, MoEFacts(balance, sent.sum((0, 1)).float())

@@ -166,7 +166,7 @@ MUTANTS: dict[str, Mutant] = {
         test_precision.test_scores_and_weights_are_those_of_fp32, "learned", "autocast",
     ),
     "autocast lowers the products of the indexer's operator (B35)": mutant(
-        Indexer.forward, "with no_autocast(x):  #", "if True:  #",
+        _topk_op.indexer_topk, "with no_autocast(q):", "if True:",
         test_precision.test_autocast_does_not_reach_into_an_operator, "monkeypatch", "indexer_topk",
     ),
     "recomputation shares the cache of autocast (B26)": mutant(
