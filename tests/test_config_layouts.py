@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_settings import FLASH, FLASH_INFERENCE, FLASH_RATIOS, YARN
 
 from dsv4c.config import ModelConfig
 from dsv4c.config_layouts import read, write_hf, write_released
 from dsv4c.errors import ConfigError
 from dsv4c.presets import PRESETS
+from tests.published_settings import FLASH, FLASH_INFERENCE, FLASH_RATIOS, YARN
 
 RELEASED_FLASH = ModelConfig.preset("flash", indexer_kl_coef=0.0)  # published files say nothing of objectives
 
