@@ -13,9 +13,15 @@ _HOME = {
     "DeepseekV4": "dsv4c.model.transformer",
     "TrainStep": "dsv4c.train.step",
     "compile_model": "dsv4c.compile.backend",
+    "verify_model": "dsv4c.compile.verify",
+    "verify_module": "dsv4c.compile.verify",
+    "verify_graph": "dsv4c.compile.verify",
+    "Reach": "dsv4c.reach",
 }
 
-__all__ = ["DeepseekV4", "ModelConfig", "TrainStep", "compile_model"]
+__all__ = [
+    "DeepseekV4", "ModelConfig", "Reach", "TrainStep", "compile_model", "verify_graph", "verify_model", "verify_module",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 

@@ -7,7 +7,7 @@ read when one does.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,15 @@ import torch._functorch.config
 import torch._inductor
 import torch._inductor.config
 from torch import nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.utils import counters
-from torch._functorch._aot_autograd.fx_utils import get_param_and_grad_nodes, get_plain_output_and_tangent_nodes
+from torch._functorch._aot_autograd.fx_utils import (
+    get_named_buffer_nodes,
+    get_param_and_grad_nodes,
+    get_plain_output_and_tangent_nodes,
+)
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
@@ -75,19 +81,48 @@ def reset_compiler() -> None:
     counters.clear()
 
 
-def export_joint(module: nn.Module, args: tuple[Any, ...]) -> tuple[GraphModule, dict[str, Node], dict[str, Node | None]]:
-    """The joint graph of a module that returns a dict of tensors: graph, key -> tangent, parameter -> gradient.
+@dataclass(frozen=True)
+class Joint:
+    """A captured joint graph and the names of its parts.
 
-    ``tangents`` leaves out outputs that no gradient can flow into.  Raises UserWarning as an error where an operator has no
+    ``outputs``: key of the returned dict -> node; ``tangents``: key -> placeholder of the incoming gradient, for outputs
+    that a gradient can flow into; ``parameters``: name -> placeholder and gradient (None where there is no path);
+    ``buffers``: name -> placeholder, parameters that ask for no gradient included.
+    """
+
+    module: GraphModule
+    outputs: dict[str, Node]
+    tangents: dict[str, Node]
+    parameters: dict[str, tuple[Node, Node | None]]
+    buffers: dict[str, Node]
+
+
+def export_joint(module: nn.Module, args: tuple[Any, ...], dynamic: Mapping[int, tuple[int, ...]] | None = None) -> Joint:
+    """The joint graph of a module that returns a dict of tensors, nested dicts flattened to ``outer.inner``.
+
+    Dynamo traces it first, so that every node, forward and backward, carries the user's source line and module path.
+    ``dynamic``: argument index -> dimensions that stay symbolic.  Raises UserWarning as an error where an operator has no
     gradient on the device (on meta, composite operators with a kernel of their own): the graph would lack an edge.
     """
+    for index, dims in (dynamic or {}).items():
+        for dim in dims:
+            torch._dynamo.mark_dynamic(args[index], dim)
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
-        joint = aot_export_joint_with_descriptors(stack, module, args)
-        graph = joint.graph_module.graph
-        spec = joint.out_spec
-        keys = list(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
-        nodes = {output.idx: tangent for output, (_, tangent) in get_plain_output_and_tangent_nodes(graph).items()}
-        tangents = {key: node for i, key in enumerate(keys) if (node := nodes.get(i)) is not None}
-        gradients = {param.target: grad for param, (_, grad) in get_param_and_grad_nodes(graph).items()}
-        return joint.graph_module, tangents, gradients
+        stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        traced = dynamo_graph_capture_for_export(module)(*args)
+        stack.enter_context(tracing(TracingContext(traced.meta["fake_mode"])))
+        joint = aot_export_joint_with_descriptors(stack, traced, args)
+        graph, spec = joint.graph_module.graph, joint.out_spec
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+        pairs = {output.idx: pair for output, pair in get_plain_output_and_tangent_nodes(graph).items()}
+        named = [(".".join(str(getattr(step, "key", step)) for step in path), pairs[i]) for path, i in paths if i in pairs]
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        parameters = {desc.target: pair for desc, pair in get_param_and_grad_nodes(graph).items()}
+        return Joint(
+            joint.graph_module,
+            {key: output for key, (output, _) in named},
+            {key: tangent for key, (_, tangent) in named if tangent is not None},
+            {name: pair for name, pair in parameters.items() if name in trained},
+            {n: node for n, (node, _) in parameters.items() if n not in trained} | get_named_buffer_nodes(graph),
+        )

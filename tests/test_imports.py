@@ -19,7 +19,7 @@ import pytest
 import dsv4c
 
 PACKAGE = Path(dsv4c.__file__).parent
-BASE = {"errors", "torch_compat"}
+BASE = {"errors", "reach", "torch_compat"}
 CONFIG = BASE | {"config"}
 CORE = CONFIG | {"ops", "model", "compile", "weights", "train", "lowering"}
 
@@ -27,6 +27,7 @@ CORE = CONFIG | {"ops", "model", "compile", "weights", "train", "lowering"}
 MAY_IMPORT: dict[str, set[str]] = {
     "dsv4c": set(),  # the public names are loaded when they are first used
     "errors": set(),
+    "reach": set(),
     "torch_compat": set(),
     "config": BASE,
     "ops": BASE,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dsv4c import ops
 from dsv4c.config import LayerKind, ModelConfig
 from dsv4c.model.compressor import Compressor
-from dsv4c.model.indexer import Indexer, captured_mass, distillation
+from dsv4c.model.indexer import Indexer, captured_mass
 from dsv4c.model.layout import LayerLayout
 from dsv4c.model.norms import RMSNorm, rms
 from dsv4c.model.precision import QUANTIZE, KeepsFp32
@@ -130,4 +130,4 @@ class Attention(KeepsFp32):
             return AttentionFacts(lse.new_zeros(()), share)
         joint = lse if self.target == "joint" else None
         target = ops.indexer_kl_target(q, entries, ids, joint, self.scale, self.ratio)
-        return AttentionFacts(distillation(target, ids, scores, at.real), share)
+        return AttentionFacts(ops.indexer_kl(target, scores, at.real)[0], share)

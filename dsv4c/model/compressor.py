@@ -9,31 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dsv4c import ops
 from dsv4c.config import ModelConfig
 from dsv4c.model.layout import LayerLayout
 from dsv4c.model.norms import RMSNorm
 from dsv4c.model.precision import KeepsFp32, linear_wide
-
-
-def pool(values: Tensor, logits: Tensor, ape: Tensor, at: LayerLayout, overlap: bool) -> Tensor:
-    """``entry_p = sum_slots softmax_slots(logits + ape) values`` -> [B,P,c].
-
-    values, logits [B,S,wc] and ape [m,wc], w = 2 with overlap: channels 0..c-1 are the previous half, c..2c-1 the
-    current one.  The first window of a document has no previous window: those slots get weight 0.
-    """
-    ratio, width = ape.shape
-    c = width // 2 if overlap else width
-    row = torch.arange(len(values), device=values.device)[:, None, None]
-    slot = torch.arange(ratio, device=values.device)
-    current = (at.entry_end[:, :, None] - ratio + 1 + slot).clamp(0, values.shape[1] - 1)
-    v, e = values[..., width - c :][row, current], logits[..., width - c :][row, current] + ape[:, width - c :]
-    if overlap:
-        before = (current - ratio).clamp(min=0)
-        missing = ~at.entry_has_previous[:, :, None, None]
-        v_before = values[..., :c][row, before].masked_fill(missing, 0.0)
-        e_before = (logits[..., :c][row, before] + ape[:, :c]).masked_fill(missing, float("-inf"))
-        v, e = torch.cat((v_before, v), 2), torch.cat((e_before, e), 2)
-    return (e.softmax(2) * v).sum(2)
 
 
 class Compressor(KeepsFp32):
@@ -54,5 +34,6 @@ class Compressor(KeepsFp32):
         nn.init.zeros_(self.ape)
 
     def forward(self, x: Tensor, at: LayerLayout) -> Tensor:
-        pooled = pool(linear_wide(x, self.wkv.weight), linear_wide(x, self.wgate.weight), self.ape, at, self.overlap)
+        values, logits = linear_wide(x, self.wkv.weight), linear_wide(x, self.wgate.weight)
+        pooled = ops.compress(values, logits, self.ape, at.entry_end, at.entry_has_previous, self.overlap)
         return self.norm(pooled.to(x.dtype))

@@ -15,17 +15,8 @@ from dsv4c.model.precision import KeepsFp32, linear_wide, wide
 from dsv4c.ops.precision import no_autocast
 
 
-def mix(weights: Tensor, streams: Tensor) -> Tensor:
-    """``y_k = sum_j weights_jk X_j`` in fp32: weights [B,S,n,k] fp32, X [B,S,n,D] -> [B,S,k,D].
-
-    As a batched matrix product of n x n by n x D it runs at the speed of a copy, forward and backward.
-    """
-    with no_autocast(streams):
-        return torch.matmul(weights.mT, wide(streams))
-
-
 class _Mix(KeepsFp32):
-    """``z = (v fn^T) / sqrt(mean(v^2) + eps)`` of the flattened streams v [B,S,nD]; all parameters fp32."""
+    """The parameters of a mixing, all fp32: fn [n_out,nD], base [n_out], scale [n_scales]."""
 
     fp32_parameters = ("fn", "base", "scale")
 
@@ -42,10 +33,6 @@ class _Mix(KeepsFp32):
         nn.init.zeros_(self.base)
         nn.init.constant_(self.scale, self.init[1])
 
-    def logits(self, streams: Tensor) -> Tensor:
-        v = wide(streams.flatten(-2))
-        return linear_wide(v, self.fn) * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.norm_eps)
-
 
 class HyperConnection(_Mix):
     """Before and after a block: ``u = sum_j pre_j X_j`` and ``X'_k = post_k y + sum_j comb_jk X_j``.
@@ -61,24 +48,28 @@ class HyperConnection(_Mix):
 
     def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u in the streams' dtype, post and comb."""
-        n = self.n
-        z, base, scale = self.logits(streams), self.base, self.scale
-        weights = torch.sigmoid(z[..., :n] * scale[0] + base[:n]) + self.eps
-        post = 2 * torch.sigmoid(z[..., n : 2 * n] * scale[1] + base[n : 2 * n])
-        comb = ops.sinkhorn((z[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n)), self.iters, self.eps)
-        return mix(weights[..., None], streams).squeeze(-2).to(streams.dtype), post, comb
+        u, post, comb, _, _ = ops.hc_pre(
+            streams, self.fn, self.base, self.scale, self.iters, self.eps, self.norm_eps
+        )  # fmt: skip
+        return u, post, comb
 
     def post(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """The new streams, in the old streams' dtype."""
-        return (post[..., None] * wide(y)[:, :, None] + mix(comb, streams)).to(streams.dtype)
+        return ops.hc_post(y, streams, post, comb)
 
 
 class HyperHead(_Mix):
-    """The n streams back to one: ``h = sum_j (sigmoid(z_j scale + base_j) + eps) X_j`` (section 1.3)."""
+    """The n streams back to one: ``h = sum_j (sigmoid(z_j scale + base_j) + eps) X_j`` (section 1.3).
+
+    ``z = (v fn^T) / sqrt(mean(v^2) + eps)`` of the flattened streams v [B,S,nD].
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, config.hc_mult, 1)
 
     def forward(self, streams: Tensor) -> Tensor:
-        weights = torch.sigmoid(self.logits(streams) * self.scale + self.base) + self.eps
-        return mix(weights[..., None], streams).squeeze(-2).to(streams.dtype)
+        v = wide(streams.flatten(-2))
+        z = linear_wide(v, self.fn) * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.norm_eps)
+        weights = torch.sigmoid(z * self.scale + self.base) + self.eps
+        with no_autocast(streams):
+            return torch.matmul(weights[..., None, :], wide(streams)).squeeze(-2).to(streams.dtype)

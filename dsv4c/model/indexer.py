@@ -19,18 +19,6 @@ from dsv4c.model.rope import rotate
 from dsv4c.ops.precision import no_autocast
 
 
-def hadamard(x: Tensor) -> Tensor:
-    """x times the symmetric Sylvester matrix ``H_ij = (-1)^popcount(i & j) / sqrt(n)``; x [...,n], n a power of two."""
-    n = x.shape[-1]
-    i = torch.arange(n, device=x.device)
-    parity = i[:, None] & i[None, :]
-    for shift in (16, 8, 4, 2, 1):
-        parity = parity ^ (parity >> shift)
-    signs = (1 - 2 * (parity & 1)).to(x.dtype)  # exact in every dtype, which n^-0.5 is not
-    with no_autocast(x):
-        return (x @ signs) * n**-0.5
-
-
 class Indexer(nn.Module):
     """``I_tp = sum_h w_th relu(<q_th, k_p>)`` and the best K of the entries that t may see.
 
@@ -61,26 +49,11 @@ class Indexer(nn.Module):
         q = rotate(q, at.cos, at.sin)
         k = rotate(self.compressor(x, at), at.entry_cos, at.entry_sin)
         if self.rotates:
-            q, k = hadamard(q), hadamard(k)
+            q, k = ops.hadamard(q), ops.hadamard(k)
         w = linear_wide(narrow(x), narrow(self.weights_proj.weight)) * self.temperature
         n_entries = k.shape[1]
         topk = n_entries if dense or self.topk is None else self.topk
         return ops.indexer_topk(round_qk(q), round_qk(k), w, at.start, at.entry_end, topk, 4)
-
-
-def distillation(target: Tensor, ids: Tensor, scores: Tensor, real: Tensor) -> Tensor:
-    """Sum over real queries of ``KL_t = sum_p T (log(T + 1e-10) - log(Y + 1e-10))``, Y = softmax of the selected scores.
-
-    target, scores [B,S,K] fp32, ids [B,S,K] with -1 for none, real [B,S].  A query without entries contributes 0, in the
-    value and in the gradient.
-    """
-    valid = ids >= 0
-    # Rows without an entry take zeros: a softmax over nothing but -inf is NaN, forward and backward.
-    logits = wide(scores).masked_fill(~valid & valid.any(-1, keepdim=True), float("-inf"))
-    logits = logits.masked_fill(~valid.any(-1, keepdim=True), 0.0)
-    student = logits.softmax(-1)
-    terms = target * (torch.log(target + 1e-10) - torch.log(student + 1e-10))
-    return terms.masked_fill(~valid | ~real[..., None], 0.0).sum()
 
 
 @torch.no_grad()

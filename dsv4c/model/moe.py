@@ -14,20 +14,11 @@ from dsv4c.model.layout import LayerLayout
 from dsv4c.model.precision import KeepsFp32, linear_wide, wide
 
 
-def sqrt_softplus(logits: Tensor) -> Tensor:
-    """``sqrt(softplus(l))`` with a finite gradient everywhere.
-
-    Below -20, ``softplus(l) = e^l`` to fp32 precision and the score is ``e^(l/2)``.  The plain formula underflows near
-    -103 and its gradient is inf * 0 = NaN (B63).
-    """
-    low = logits < -20.0
-    return torch.where(low, torch.exp(logits.clamp(max=-20.0) / 2), F.softplus(logits.clamp(min=-20.0)).sqrt())
-
-
 class Routing(NamedTuple):
     ids: Tensor  # [N,k] int64: the experts of each token
     weights: Tensor  # [N,k] fp32: they sum to route_scale
     scores: Tensor  # [N,E] fp32: unbiased affinities
+    load: Tensor  # [E] int64: real tokens sent to each expert
 
 
 class Gate(KeepsFp32):
@@ -63,17 +54,18 @@ class Gate(KeepsFp32):
         token = torch.arange(self.vocab, device=self.tid2eid.device)[:, None]
         self.tid2eid.copy_((token * self.k + torch.arange(self.k, device=token.device)) % self.n_experts)
 
-    def forward(self, x: Tensor, token_ids: Tensor) -> Routing:
-        scores = sqrt_softplus(linear_wide(x, self.weight))
+    def forward(self, x: Tensor, token_ids: Tensor, real: Tensor | None = None) -> Routing:
+        """``real`` [N] bool: the tokens that count as load; all by default."""
+        given = None
         if self.forced:
             token = torch.arange(len(x), device=x.device)[:, None]
-            ids = (token * self.k + torch.arange(self.k, device=x.device)) % self.n_experts
+            given = (token * self.k + torch.arange(self.k, device=x.device)) % self.n_experts
         elif self.hashed:
-            ids = self.tid2eid[token_ids]
-        else:
-            ids = (scores.detach() + self.bias).topk(self.k, -1).indices
-        chosen = scores.gather(-1, ids)
-        return Routing(ids, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self.route_scale, scores)
+            given = self.tid2eid[token_ids]
+        bias = None if self.hashed else self.bias
+        logits = linear_wide(x, self.weight)
+        weights, ids, scores, load = ops.route(logits, bias, given, real, self.k, self.route_scale)
+        return Routing(ids, weights, scores, load)
 
 
 class _Permute(torch.autograd.Function):
@@ -93,14 +85,6 @@ class _Permute(torch.autograd.Function):
         (inverse,) = ctx.saved_tensors
         grad = grad[inverse]
         return (grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1)), None, None, None
-
-
-def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
-    """``silu(min(g, limit)) clamp(u, -limit, limit)`` in fp32; gate_up [...,2I] holds g then u; limit 0: no clamp."""
-    g, u = wide(gate_up).chunk(2, -1)
-    if limit > 0:
-        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    return F.silu(g) * u
 
 
 class Experts(nn.Module):
@@ -127,8 +111,8 @@ class Experts(nn.Module):
         rows = _Permute.apply(x, order, inverse, k)
         weights = _Permute.apply(routing.weights.flatten(), order, inverse, 1)
         gate_up = ops.grouped_mm(rows.to(dtype), self.w13.to(dtype), ends)
-        hidden = clamped_swiglu(gate_up, self.limit) * weights[:, None]
-        out = ops.grouped_mm(hidden.to(dtype), self.w2.to(dtype), ends)
+        hidden = ops.swiglu_clamp(gate_up, weights, self.limit)
+        out = ops.grouped_mm(hidden, self.w2.to(dtype), ends)
         return wide(_Permute.apply(out, inverse, order, 1)).unflatten(0, (n, k)).sum(1)
 
 
@@ -143,8 +127,7 @@ class SharedExpert(nn.Module):
         self.w2 = nn.Linear(i, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.w13(x)
-        return self.w2(clamped_swiglu(gate_up, self.limit).to(gate_up.dtype))
+        return self.w2(ops.swiglu_clamp(self.w13(x), None, self.limit))
 
 
 class MoEFacts(NamedTuple):
@@ -189,10 +172,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, token_ids: Tensor, at: LayerLayout) -> tuple[Tensor, MoEFacts]:
         flat = x.flatten(0, 1)
-        routing = self.gate(flat, token_ids.flatten())
+        routing = self.gate(flat, token_ids.flatten(), at.real.flatten())
         shared = self.shared_experts(flat)
         y = (self.experts(flat, routing, shared.dtype) + wide(shared)).to(x.dtype).view_as(x)
         shape = (*x.shape[:2], -1)
-        sent = expert_counts(routing.ids.view(shape), at.real, self.gate.n_experts)
-        balance = sequence_balance(routing.scores.view(shape), sent, at, self.gate.k) if self.balances else None
-        return y, MoEFacts(balance, sent.sum((0, 1)).float())
+        balance = None
+        if self.balances:
+            sent = expert_counts(routing.ids.view(shape), at.real, self.gate.n_experts)
+            balance = sequence_balance(routing.scores.view(shape), sent, at, self.gate.k)
+        return y, MoEFacts(balance, routing.load.float())

@@ -14,24 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsv4c.model.layout import Rows
+from dsv4c.reach import Reach
 
 IGNORED = -100
 
 
-class Policy(NamedTuple):
-    """Glob patterns over parameter names: what an objective's gradient may reach, may not, and has to."""
-
-    may: tuple[str, ...]
-    never: tuple[str, ...]
-    must: tuple[str, ...]
-
-
-POLICIES: dict[str, Policy] = {
-    "lm": Policy(("*",), ("*.indexer.*", "mtp.*"), ("embed.weight", "head.weight", "layers.*.attn.wkv.weight")),
-    "mtp": Policy(("*",), ("*.indexer.*", "norm.weight", "hc_head.*"), ("mtp.*.e_proj.weight", "mtp.*.h_proj.weight")),
-    "seq_balance": Policy(("*",), ("*.indexer.*", "head.weight", "norm.weight", "*hc_head.*"), ("*.ffn.gate.weight",)),
-    "indexer_kl": Policy(("*.indexer.*",), (), ("*.indexer.*",)),
-}
+POLICIES: dict[str, Reach] = {
+    "lm": Reach(never=("*.indexer.*", "mtp.*"), must=("embed.weight", "head.weight", "layers.*.attn.wkv.weight")),
+    "mtp": Reach(
+        never=("*.indexer.*", "norm.weight", "hc_head.*"), must=("mtp.*.e_proj.weight", "mtp.*.h_proj.weight")
+    ),
+    "seq_balance": Reach(
+        never=("*.indexer.*", "head.weight", "norm.weight", "*hc_head.*"), must=("*.ffn.gate.weight",)
+    ),
+    "indexer_kl": Reach(may=("*.indexer.*",), must=("*.indexer.*",)),
+}  # fmt: skip
 
 
 class Counts(NamedTuple):
