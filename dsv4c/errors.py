@@ -50,6 +50,10 @@ class NonFiniteError(Dsv4Error, ArithmeticError):
     exit_status = 1
 
 
+class BuildError(Dsv4Error, RuntimeError):
+    """Native code that the system's compiler could not build, or whose result could not be loaded."""
+
+
 class VerifyError(Dsv4Error):
     """A rule of the verifier that a graph violates."""
 

@@ -19,6 +19,14 @@ returns contiguous ones, and computes in fp32, or fp64 where its inputs are fp64
 ``swiglu_clamp``      clamped gate and up with the routing weight folded in
 ===================== =======================================================================================
 
+What graph passes put in the place of several of them in a joint graph comes with its backward as an operator of its own and
+has no autograd formula:
+
+============================== ==============================================================================
+``sparse_attention_derotated`` ``sparse_attention`` and the inverse ``rope`` of its output, which is all it saves
+``indexer_select``             ``rope`` of the queries, the scaling of the weights and ``indexer_topk``
+============================== ==============================================================================
+
 The model calls the first six; for the others it still has the plain torch that Inductor fuses. Triton kernels are in
 :mod:`dsv4c.ops.triton`.
 
@@ -37,14 +45,17 @@ from dsv4c.ops import compress as _compress
 from dsv4c.ops import grouped_mm as _grouped_mm
 from dsv4c.ops import hadamard as _hadamard
 from dsv4c.ops import hyper_connection as _hyper_connection
+from dsv4c.ops import indexer_distillation as _indexer_distillation
 from dsv4c.ops import indexer_kl as _indexer_kl
 from dsv4c.ops import indexer_kl_target as _indexer_kl_target
+from dsv4c.ops import indexer_select as _indexer_select
 from dsv4c.ops import indexer_topk as _indexer_topk
 from dsv4c.ops import reference
 from dsv4c.ops import rope as _rope
 from dsv4c.ops import route as _route
 from dsv4c.ops import sinkhorn as _sinkhorn
 from dsv4c.ops import sparse_attention as _sparse_attention
+from dsv4c.ops import sparse_attention_derotated as _sparse_attention_derotated
 from dsv4c.ops import swiglu_clamp as _swiglu_clamp
 from dsv4c.ops.precision import no_autocast
 
@@ -86,6 +97,9 @@ indexer_topk = _either(_indexer_topk.indexer_topk, reference.indexer_topk)
 indexer_kl_target = _either(_indexer_kl_target.indexer_kl_target, reference.indexer_kl_target)
 sinkhorn = _either(_sinkhorn.sinkhorn, reference.sinkhorn)
 grouped_mm = _either(_grouped_mm.grouped_mm, reference.grouped_mm)
+indexer_select = _indexer_select.indexer_select
+sparse_attention_derotated = _sparse_attention_derotated.sparse_attention_derotated
+indexer_distillation = _indexer_distillation.indexer_distillation
 
 __all__ = [
     "compress",
@@ -93,13 +107,16 @@ __all__ = [
     "hadamard",
     "hc_post",
     "hc_pre",
+    "indexer_distillation",
     "indexer_kl",
     "indexer_kl_target",
+    "indexer_select",
     "indexer_topk",
     "rope",
     "route",
     "sinkhorn",
     "sparse_attention",
+    "sparse_attention_derotated",
     "swiglu_clamp",
     "use_reference",
 ]

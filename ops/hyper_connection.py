@@ -1,7 +1,7 @@
 """``dsv4::hc_pre`` and ``dsv4::hc_post``: the residual streams before and after a block (specification, sections 1.1, 1.2).
 
-On a CPU all mixing is batched products of n x n by n x D, which run at the speed of a copy and write where the result is
-wanted; bf16 streams are widened a block of tokens at a time.  Saved for the backward are the inputs, the logits and the
+On a CPU everything but the projection is C++ (:mod:`dsv4c.ops.cpp`): a block of tokens stays in the cache between the passes
+that it needs, in fp32 or bf16 as it is stored.  Saved for the backward are the inputs, the logits and the
 norm: 25 numbers a token at n = 4; the backward runs the 20 normalisations again.
 """
 
@@ -10,23 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4c.ops import cpp
 from dsv4c.ops.precision import accumulator, no_autocast
-from dsv4c.ops.sinkhorn import normalised, normalised_backward
+from dsv4c.ops.reference import hyper_connection as formulas
+from dsv4c.ops.sinkhorn import formula_gradients, in_cpp
 
 Pre = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-_BLOCK = 1 << 18  # elements of the streams of a block of tokens
-
-
-def _blocks(streams: Tensor, acc: torch.dtype) -> list[slice]:
-    """Of the tokens: all of them where nothing has to be widened."""
-    n_tokens = streams.shape[:-2].numel()
-    step = n_tokens if streams.dtype == acc else max(8, _BLOCK // max(streams.shape[-2:].numel(), 1))
-    return [slice(t, t + step) for t in range(0, n_tokens, max(step, 1))]
-
-
-def _place(result: Tensor, acc: torch.dtype) -> Tensor:
-    """Where a result of this dtype is computed: in its own place, or in a wide one to be rounded from."""
-    return result if result.dtype == acc else torch.empty(result.shape, dtype=acc, device=result.device)
+_BLOCK = 1 << 18  # elements of streams that are widened at a time
 
 
 def spread(scale: Tensor, n: int) -> Tensor:
@@ -34,26 +24,29 @@ def spread(scale: Tensor, n: int) -> Tensor:
     return torch.cat((scale[:1].expand(n), scale[1:2].expand(n), scale[2:].expand(n * n)))
 
 
+def _as(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as a C++ kernel takes them."""
+    return tuple(t.to(dtype).contiguous() for t in tensors)
+
+
 def plain_pre(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float, norm_eps: float
 ) -> Pre:  # fmt: skip
-    """hc_pre in plain torch, without the dispatcher around it."""
+    """hc_pre without the dispatcher around it: in C++, or by its formula for other n and on other devices."""
     (n, width), batch, acc = streams.shape[-2:], streams.shape[:-2], accumulator(streams, fn)
-    x = streams.reshape(-1, n, width)
-    u = torch.empty((len(x), width), dtype=streams.dtype, device=streams.device)
-    z, rstd, post = (torch.empty((len(x), *shape), dtype=acc, device=streams.device) for shape in ((len(fn),), (), (n,)))
-    scales, fn = spread(scale, n), fn.to(acc)
+    if not in_cpp(streams, n, acc):
+        with no_autocast(streams):
+            u, post, comb, z, rstd = formulas.hc_pre(streams, *_as(acc, fn, base, scale), iters, eps, norm_eps)
+        return u.contiguous(), post.contiguous(), comb.contiguous(), z.contiguous(), rstd.contiguous()
+    x, fn, base, scale = streams.reshape(-1, n * width), *_as(acc, fn, base, scale)
+    u, rstd = torch.empty((len(x), width), dtype=x.dtype), torch.empty(len(x), dtype=acc)
+    post, comb, z = (torch.empty((len(x), size), dtype=acc) for size in (n, n * n, len(fn)))
+    step = max(len(x), 1) if x.dtype == acc else max(8, _BLOCK // max(x.shape[1], 1))
     with no_autocast(streams):
-        for t in _blocks(streams, acc):
-            v = x[t].to(acc).flatten(1)
-            rstd[t] = torch.linalg.vector_norm(v, dim=-1).square_().div_(n * width).add_(norm_eps).rsqrt_()
-            torch.mm(v, fn.T, out=z[t])
-            gates = z[t].mul_(rstd[t, None])[:, : 2 * n].mul(scales[: 2 * n]).add_(base[: 2 * n]).sigmoid_()
-            torch.mul(gates[:, n:], 2, out=post[t])
-            mixed = _place(u[t], acc)
-            torch.bmm(gates[:, None, :n] + eps, v.view(-1, n, width), out=mixed[:, None])
-            u[t].copy_(mixed)  # nothing to do where it is the same place
-        comb = normalised((z[:, 2 * n :] * scales[2 * n :] + base[2 * n :]).view(-1, n, n), iters, eps)
+        for t in range(0, len(x), step):
+            torch.mm(x[t : t + step].to(acc), fn.T, out=z[t : t + step])
+    tensors = (x.contiguous(), base, scale, z, u, post, comb, rstd)
+    cpp.call("hc_pre", acc, x.dtype, *tensors, len(x), width, iters, eps, norm_eps)
     return (
         u.view(*batch, width), post.view(*batch, n), comb.view(*batch, n, n), z.view(*batch, len(fn)), rstd.view(batch),
     )  # fmt: skip
@@ -63,33 +56,26 @@ def plain_pre_backward(
     grad: Tensor, grad_post: Tensor, grad_comb: Tensor, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, z: Tensor,
     rstd: Tensor, iters: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of hc_pre in plain torch."""
+    """The gradients of hc_pre without the dispatcher around it."""
     (n, width), acc = streams.shape[-2:], accumulator(streams, fn)
-    x, z, rstd, du = streams.reshape(-1, n, width), z.reshape(-1, len(fn)), rstd.reshape(-1), grad.reshape(-1, width)
-    scales = spread(scale, n)
-    dx = torch.empty(x.shape, dtype=streams.dtype, device=streams.device)
-    dfn, fn = torch.zeros(fn.shape, dtype=acc, device=fn.device), fn.to(acc)
-    logits = z * scales + base
-    gates = torch.sigmoid(logits[:, : 2 * n])
-    slopes = gates * (1 - gates)
-    da = torch.empty_like(logits)
-    da[:, n : 2 * n] = 2 * slopes[:, n:] * grad_post.reshape(-1, n)
-    matrices = logits[:, 2 * n :].view(-1, n, n)
-    with no_autocast(streams):
-        da[:, 2 * n :] = normalised_backward(grad_comb.reshape(matrices.shape).to(acc), matrices, iters, eps).flatten(1)
-        for t in _blocks(streams, acc):
-            v, g, d = x[t].to(acc), du[t][:, None].to(acc), _place(dx[t], acc)
-            torch.mul(torch.bmm(g, v.mT).squeeze(1), slopes[t, :n], out=da[t, :n])
-            dz = da[t] * scales
-            dp = dz * rstd[t, None]
-            shrink = (dz * z[t]).sum(-1).mul_(rstd[t] * rstd[t]).div_(-n * width)
-            torch.mul(v, shrink[:, None, None], out=d).addcmul_(gates[t, :n, None] + eps, g)
-            d.flatten(1).addmm_(dp, fn)
-            dfn.addmm_(dp.T, v.flatten(1))
-            dx[t].copy_(d)
-    by_logit = (da * z).sum(0)
-    dscale = torch.stack((by_logit[:n].sum(), by_logit[n : 2 * n].sum(), by_logit[2 * n :].sum()))
-    return dx.view(streams.shape), dfn, da.sum(0), dscale
+    parameters = _as(acc, fn, base, scale)
+    if not in_cpp(streams, n, acc):
+        v = streams.to(acc)
+        norm_eps = rstd.pow(-2) - v.flatten(-2).square().mean(-1)  # the one that the saved norm was computed with
+        gradients = formula_gradients(
+            lambda *inputs: formulas.hc_pre(*inputs, iters, eps, norm_eps)[:3], (v, *parameters),
+            (grad.to(acc), grad_post.to(acc), grad_comb.to(acc)),
+        )  # fmt: skip
+        dx, dfn, dbase, dscale = (g.contiguous() for g in gradients)
+        return dx.to(streams.dtype), dfn, dbase, dscale
+    dx = torch.empty(streams.shape, dtype=streams.dtype)
+    dfn, dbase, dscale = (torch.empty(p.shape, dtype=acc) for p in parameters)
+    tensors = (
+        *_as(streams.dtype, grad), *_as(acc, grad_post, grad_comb), streams.contiguous(), *parameters, *_as(acc, z, rstd),
+        dx, dfn, dbase, dscale,
+    )  # fmt: skip
+    cpp.call("hc_pre_backward", acc, streams.dtype, *tensors, rstd.numel(), width, iters, eps)
+    return dx, dfn, dbase, dscale
 
 
 @torch.library.custom_op("dsv4::hc_pre", mutates_args=())
@@ -161,38 +147,30 @@ hc_pre.register_autograd(_pre_backward, setup_context=_save_pre)
 
 
 def plain_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """hc_post in plain torch, without the dispatcher around it."""
+    """hc_post without the dispatcher around it: in C++, or by its formula where types differ, for other n and devices."""
     (n, width), acc = streams.shape[-2:], accumulator(streams, y)
-    x, y, post, comb = streams.reshape(-1, n, width), y.reshape(-1, width), post.reshape(-1, n), comb.reshape(-1, n, n)
-    out = torch.empty(x.shape, dtype=streams.dtype, device=streams.device)
-    with no_autocast(streams):
-        for t in _blocks(streams, acc):
-            mixed = _place(out[t], acc)
-            torch.bmm(comb[t].to(acc).mT, x[t].to(acc), out=mixed)
-            mixed.addcmul_(post[t, :, None].to(acc), y[t][:, None].to(acc))
-            out[t].copy_(mixed)
-    return out.view(streams.shape)
+    if not in_cpp(streams, n, acc) or y.dtype != streams.dtype:
+        return formulas.hc_post(y, streams, post.to(acc), comb.to(acc)).contiguous()
+    out = torch.empty(streams.shape, dtype=streams.dtype)
+    tensors = (y.contiguous(), streams.contiguous(), *_as(acc, post, comb), out)
+    cpp.call("hc_post", acc, streams.dtype, *tensors, streams.shape[:-2].numel(), width)
+    return out
 
 
 def plain_post_backward(
     grad: Tensor, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of hc_post in plain torch."""
-    (n, width), acc = streams.shape[-2:], accumulator(streams, y)
-    shapes = (y.shape, streams.shape, post.shape, comb.shape)
-    x, y, post, comb = streams.reshape(-1, n, width), y.reshape(-1, width), post.reshape(-1, n), comb.reshape(-1, n, n)
-    grad = grad.reshape(-1, n, width)
-    dy, dx, dpost, dcomb = (torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in (y, x, post, comb))
-    with no_autocast(streams):
-        for t in _blocks(streams, acc):
-            g = grad[t].to(acc)
-            torch.bmm(comb[t].to(acc), g, out=(d := _place(dx[t], acc)))
-            torch.bmm(post[t][:, None].to(acc), g, out=(e := _place(dy[t], acc))[:, None])
-            torch.bmm(y[t][:, None].to(acc), g.mT, out=(f := _place(dpost[t], acc))[:, None])
-            torch.bmm(x[t].to(acc), g.mT, out=(h := _place(dcomb[t], acc)))
-            for result, wide in ((dx, d), (dy, e), (dpost, f), (dcomb, h)):
-                result[t].copy_(wide)
-    dy, dx, dpost, dcomb = (d.view(s) for d, s in zip((dy, dx, dpost, dcomb), shapes, strict=True))
+    """The gradients of hc_post without the dispatcher around it."""
+    (n, width), acc, inputs = streams.shape[-2:], accumulator(streams, y), (y, streams, post, comb)
+    if not in_cpp(streams, n, acc) or y.dtype != streams.dtype:
+        wide = tuple(t.to(acc) for t in inputs)
+        gradients = formula_gradients(formulas.hc_post, wide, grad.to(acc))
+    else:
+        gradients = (torch.empty(y.shape, dtype=y.dtype), torch.empty(streams.shape, dtype=streams.dtype))
+        gradients += (torch.empty(post.shape, dtype=acc), torch.empty(comb.shape, dtype=acc))
+        tensors = (*_as(streams.dtype, grad, y, streams), *_as(acc, post, comb), *gradients)
+        cpp.call("hc_post_backward", acc, streams.dtype, *tensors, streams.shape[:-2].numel(), width)
+    dy, dx, dpost, dcomb = (g.contiguous().to(t.dtype) for g, t in zip(gradients, inputs, strict=True))
     return dy, dx, dpost, dcomb
 
 

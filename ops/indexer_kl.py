@@ -16,25 +16,32 @@ GUARD = 1e-10  # inside both logarithms
 _BLOCK = 65536  # elements of a block of rows that stays in cache
 
 
+def divergence(target: Tensor, scores: Tensor, real: Tensor, dscores: Tensor) -> Tensor:
+    """Loss of some queries, summed; their gradient is written to dscores, whose dtype is what is computed in.
+
+    target, scores and dscores [...,K], real [...]; see :func:`indexer_kl`.
+    """
+    none = scores == NOWHERE
+    dead = none.all(-1, keepdim=True).logical_or_(~real[..., None])
+    y = scores.to(dscores.dtype).softmax(-1).masked_fill_(dead, 0.0)
+    t = target.to(dscores.dtype).masked_fill(none.logical_or_(dead), 0.0)
+    guarded = y + GUARD
+    loss = ((t + GUARD).div_(guarded).log_().mul_(t)).sum()
+    pulled = t.mul_(y).div_(guarded)
+    dscores.copy_(y.mul_(pulled.sum(-1, keepdim=True)).sub_(pulled))
+    return loss
+
+
 def plain(target: Tensor, scores: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """The operator in plain torch, without the dispatcher around it."""
     acc = accumulator(target, scores)
     dscores = torch.empty(scores.shape, dtype=acc, device=scores.device)
     n, width = real.numel(), scores.shape[-1]
-    teacher, student, gradient = target.reshape(n, width), scores.reshape(n, width), dscores.view(n, width)
-    counted = real.reshape(n, 1)
+    all_rows = target.reshape(n, width), scores.reshape(n, width), real.reshape(n), dscores.view(n, width)
     loss = torch.zeros((), dtype=acc, device=scores.device)
     step = max(1, _BLOCK // max(width, 1))
     for first in range(0, n if width else 0, step):
-        rows = slice(first, first + step)
-        none = student[rows] == NOWHERE
-        dead = none.all(-1, keepdim=True).logical_or_(~counted[rows])
-        y = student[rows].to(acc).softmax(-1).masked_fill_(dead, 0.0)
-        t = teacher[rows].to(acc).masked_fill(none.logical_or_(dead), 0.0)
-        guarded = y + GUARD
-        loss += ((t + GUARD).div_(guarded).log_().mul_(t)).sum()
-        pulled = t.mul_(y).div_(guarded)
-        gradient[rows] = y.mul_(pulled.sum(-1, keepdim=True)).sub_(pulled)
+        loss += divergence(*(x[first : first + step] for x in all_rows))
     return loss, dscores
 
 

@@ -1,7 +1,8 @@
 """``dsv4::indexer_topk``: the lightning indexer's scores and the entries it selects (specification, section 5).
 
-Works through blocks of queries: the largest temporary is [B, T*Hi, P] for a block of T queries.  The backward touches the
-selected entries only and adds in a fixed order, so that it is deterministic.
+Works through blocks of queries: the largest temporary is [B, T*Hi, P] for a block of T queries, small enough to stay in a
+core's cache until the heads are summed.  The backward touches the selected entries only and adds in a fixed order, so that
+it is deterministic.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from dsv4c.ops.precision import accumulator, no_autocast
 from dsv4c.ops.visibility import NOWHERE, complete_windows, entry_mask, query_blocks
+
+_QUERIES = 64  # whose scores are chosen from at a time
+_ROWS = 512  # of products at a time: they stay in a core's cache until they are summed
 
 
 @torch.library.custom_op("dsv4::indexer_topk", mutates_args=())
@@ -31,12 +35,18 @@ def indexer_topk(
         n_chosen = min(topk, k.shape[1])
         ids = torch.full((batch, n_tokens, n_chosen), -1, dtype=torch.int64, device=q.device)
         best = torch.full(ids.shape, NOWHERE, dtype=acc, device=q.device)
-        for first, last in query_blocks(n_tokens, heads):
+        at_once = query_blocks(_QUERIES, heads, _ROWS)[0][1]
+        space = torch.empty(batch * at_once * heads * k.shape[1], dtype=acc, device=q.device)
+        for first, last in query_blocks(n_tokens, 1, _QUERIES):
             n = complete_windows(last, ratio, k.shape[1])
-            dots = torch.bmm(q[:, first:last].to(acc).reshape(batch, -1, width), k[:, :n].to(acc).mT).relu_()
-            rows = batch * (last - first)  # not -1: where there is no entry, nothing says how many rows there are
-            weights = w[:, first:last].to(acc).reshape(rows, 1, heads)
-            scores = torch.bmm(weights, dots.view(rows, heads, n)).view(batch, last - first, n)
+            keys, scores = k[:, :n].to(acc).mT, torch.empty(batch, last - first, n, dtype=acc, device=q.device)
+            for t, end in query_blocks(last - first, heads, _ROWS):
+                rows, seen = batch * (end - t), complete_windows(first + end, ratio, k.shape[1])
+                dots = space[: rows * heads * seen].view(batch, (end - t) * heads, seen)
+                queries, weights = q[:, first + t : first + end], w[:, first + t : first + end]
+                torch.bmm(queries.to(acc).reshape(batch, -1, width), keys[:, :, :seen], out=dots).relu_()
+                summed = torch.bmm(weights.to(acc).reshape(rows, 1, heads), dots.view(rows, heads, seen))
+                scores[:, t:end, :seen] = summed.view(batch, end - t, seen)  # the rest is masked
             scores.masked_fill_(~entry_mask(start[:, first:last], entry_end[:, :n], first), NOWHERE)
             values, chosen = scores.topk(min(n_chosen, n), -1)
             ids[:, first:last, : chosen.shape[-1]] = torch.where(values == NOWHERE, -1, chosen)

@@ -1,80 +1,55 @@
 """``dsv4::sinkhorn``: the mixing matrix of the residual streams (specification, section 1.1).
 
-The CPU kernel keeps the matrices token-last, [n*n,N], so that every step is a vector operation over tokens, and works
-through blocks of tokens that stay in cache.  The backward runs the normalisations again instead of storing 2*iters matrices
-per token between forward and backward.
+The CPU kernel (:mod:`dsv4c.ops.cpp`) keeps the 4 x 4 matrices of a token in one lane of 16 vectors through all steps.  The
+backward runs the normalisations again instead of storing 2*iters matrices per token between forward and backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from dsv4c.ops import cpp
 from dsv4c.ops.precision import no_autocast
-
-_ROWS, _COLUMNS = 0, 1  # what a normalisation makes sum to 1
-_BLOCK = 1024  # tokens
+from dsv4c.ops.reference import sinkhorn as formula
 
 
-def _steps(iters: int) -> list[int]:
-    return [_COLUMNS, *(_ROWS, _COLUMNS) * (iters - 1)]
+def formula_gradients(of: Callable[..., Any], inputs: tuple[Tensor, ...], grads: Any) -> tuple[Tensor, ...]:
+    """Gradients of a formula in plain torch, also inside an operator, where autograd records nothing."""
+    with no_autocast(inputs[0]):
+        gradients: tuple[Tensor, ...] = torch.func.vjp(of, *inputs)[1](grads)
+    return gradients
 
 
-def _sums(like: Tensor) -> tuple[Tensor, Tensor]:
-    """The [n*n,n*n] matrices that put in the place of an element of C the sum of its row, of its column.
-
-    A product with one of them is a sum, the eps and the broadcast in one call: the calls are what a step costs here.
-    """
-    n = like.shape[-1]
-    same, any_ = torch.eye(n, dtype=like.dtype, device=like.device), like.new_ones(n, n)
-    return torch.kron(same, any_), torch.kron(any_, same)
-
-
-def _start(logits: Tensor) -> Tensor:
-    """softmax over rows of logits [N,n,n], token-last [n,n,N]."""
-    return logits.permute(1, 2, 0).contiguous().softmax(1)
+def in_cpp(like: Tensor, n: int, compute: torch.dtype) -> bool:
+    """Whether the C++ kernels take it: four streams on a CPU, in types they are built for."""
+    return like.device.type == "cpu" and n == 4 and (compute, like.dtype) in cpp.TYPES
 
 
 def normalised(logits: Tensor, iters: int, eps: float) -> Tensor:
-    """The operator in plain torch, without the dispatcher around it."""
-    n = logits.shape[-1]
-    rows = logits.reshape(-1, n, n)
-    out = torch.empty(rows.shape, dtype=logits.dtype, device=logits.device)
-    sums = _sums(logits)
-    with no_autocast(logits):
-        for t in range(0, len(rows), _BLOCK):
-            c = _start(rows[t : t + _BLOCK]).flatten(0, 1) + eps
-            added = torch.full_like(c, eps)
-            for axis in _steps(iters):
-                c.div_(torch.addmm(added, sums[axis], c))
-            out[t : t + _BLOCK] = c.view(n, n, -1).permute(2, 0, 1)
-    return out.view(logits.shape)
+    """The operator without the dispatcher around it: in C++, or by its formula for other n and on other devices."""
+    if not in_cpp(logits, logits.shape[-1], logits.dtype):
+        return formula(logits, iters, eps).contiguous()
+    out = torch.empty(logits.shape, dtype=logits.dtype)
+    cpp.call("sinkhorn", logits.dtype, logits.dtype, logits.contiguous(), out, logits.numel() // 16, iters, eps)
+    return out
 
 
 def normalised_backward(grad: Tensor, logits: Tensor, iters: int, eps: float) -> Tensor:
-    """The gradient in plain torch.
+    """The gradient without the dispatcher around it.
 
     For ``g = C dC``, the gradient of log C, a step ``C' = C / (s + eps)`` is ``g = g' - C' sum(g')``: no division, and no
     sum has to be kept.
     """
-    n = logits.shape[-1]
-    rows, grads = logits.reshape(-1, n, n), grad.reshape(-1, n, n)
-    out = torch.empty(rows.shape, dtype=logits.dtype, device=logits.device)
-    sums = _sums(logits)
-    with no_autocast(logits):
-        for t in range(0, len(rows), _BLOCK):
-            softmax = _start(rows[t : t + _BLOCK]).flatten(0, 1)
-            matrices = [softmax + eps]
-            added = torch.full_like(softmax, eps)
-            for axis in _steps(iters):
-                matrices.append(matrices[-1] / torch.addmm(added, sums[axis], matrices[-1]))
-            g = grads[t : t + _BLOCK].permute(1, 2, 0).contiguous().view_as(softmax) * matrices[-1]
-            for axis, c in zip(reversed(_steps(iters)), reversed(matrices[1:]), strict=True):
-                g.addcmul_(c, torch.mm(sums[axis], g), value=-1)
-            g.div_(matrices[0]).mul_(softmax)
-            g.addcmul_(softmax, torch.mm(sums[_ROWS], g), value=-1)
-            out[t : t + _BLOCK] = g.view(n, n, -1).permute(2, 0, 1)
-    return out.view(logits.shape)
+    if not in_cpp(logits, logits.shape[-1], logits.dtype):
+        return formula_gradients(lambda m: formula(m, iters, eps), (logits,), grad)[0].contiguous()
+    out, dtype = torch.empty(logits.shape, dtype=logits.dtype), logits.dtype
+    tensors = (grad.to(dtype).contiguous(), logits.contiguous(), out)
+    cpp.call("sinkhorn_backward", dtype, dtype, *tensors, logits.numel() // 16, iters, eps)
+    return out
 
 
 @torch.library.custom_op("dsv4::sinkhorn", mutates_args=())

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from torch.fx import Graph, Node
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 _TORCH, _OPS = str(Path(torch.__file__).parent), ("/dsv4c/ops/", "/ops/__init__.py")
+
+
+class Frame(NamedTuple):
+    """A call in the user's code: the file, the line and its text, and the function that the line is in."""
+
+    file: str
+    line: int
+    text: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
 def reach(sources: Iterable[Node]) -> set[Node]:
@@ -41,13 +53,15 @@ def _closure(sources: Iterable[Node], neighbours: Callable[[Node], Iterable[Node
     return seen
 
 
-def shortest_path(source: Node, target: Node) -> list[Node]:
-    """The nodes of a shortest chain of uses from ``source`` to ``target``, both included; empty if there is none."""
+def shortest_path(source: Node, target: Node | Collection[Node]) -> list[Node]:
+    """The nodes of a shortest chain of uses from ``source`` to ``target`` (the nearest of several), both included; empty if
+    there is none."""
+    targets = {target} if isinstance(target, Node) else set(target)
     came_from: dict[Node, Node | None] = {source: None}
     waiting = deque([source])
     while waiting:
         node = waiting.popleft()
-        if node is target:
+        if node in targets:
             path = [node]
             while (before := came_from[path[-1]]) is not None:
                 path.append(before)
@@ -101,10 +115,10 @@ def module_of(node: Node) -> str:
     return re.sub(r"^L(\['self'\]|\['s'\]|\['fn'\])\.?", "", path).replace("._modules", "").replace("']['", ".")
 
 
-def frames(node: Node) -> list[tuple[str, int, str]]:
-    """The (file, line, text) of the calls that made the node, outermost first, torch's own left out."""
-    found = [(f, int(n), text.strip()) for f, n, _, text in _FRAME.findall(node.meta.get("stack_trace") or "")]
-    return [frame for frame in found if not frame[0].startswith(_TORCH)]
+def frames(node: Node) -> list[Frame]:
+    """The calls that made the node, outermost first, torch's own left out."""
+    found = [Frame(f, int(n), text.strip(), name) for f, n, name, text in _FRAME.findall(node.meta.get("stack_trace") or "")]
+    return [frame for frame in found if not frame.file.startswith(_TORCH)]
 
 
 def source_of(node: Node) -> str:
@@ -113,9 +127,9 @@ def source_of(node: Node) -> str:
     return f"{frame[0]}:{frame[1]}" if frame else ""
 
 
-def source_frame(node: Node) -> tuple[str, int, str] | None:
+def source_frame(node: Node) -> Frame | None:
     for frame in reversed(frames(node)):
-        if not any(part in frame[0] for part in _OPS):
+        if not any(part in frame.file for part in _OPS):
             return frame
     return None
 

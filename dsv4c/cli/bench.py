@@ -1,4 +1,4 @@
-"""``dsv4c bench``: the training step against a peer, and what compilation costs."""
+"""``dsv4c bench``: the training step and the operators against their peers, and what compilation costs."""
 
 from __future__ import annotations
 
@@ -56,6 +56,39 @@ def step(
     rows.append(("ratio", f"{r['speedup']:.2f}x faster", f"{r['memory_ratio']:.2f}x the memory"))
     title = f"{preset}, {r['parameters']:,} parameters, S={seq_len}"
     _finish(r, as_json, save, rows, (title, "s per step", "peak MB"))
+
+
+@app.command(name="ops")
+def ops_(
+    repeats: Annotated[int, typer.Option(help="Timed repetitions; the median counts.")] = 9,
+    compiled: Annotated[bool, typer.Option("--compiled/--eager", help="Also against what Inductor compiles.")] = True,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """The CPU kernels of the operators against plain torch and transformers: one thread, 512 tokens of one layer."""
+    from dsv4c.bench.operators import compare_operators
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        result = compare_operators(repeats=repeats, compiled=compiled, progress=progress)
+    head = ("operator", "peer", "ms", "peer, ms", "ratio", "bar", "peak, MB", "peer, MB", "share", "bar", "of its floor")
+    _finish(result, as_json, save, [_operator_row(r) for r in result["rows"]], head)
+
+
+def _operator_row(r: dict[str, Any]) -> tuple[str, ...]:
+    def against(bar: float | None, reached: bool | None, text: str) -> str:
+        return "" if bar is None else f"[green]{text}[/]" if reached else f"[red]{text}, missed[/]"
+
+    ours, theirs = r["seconds"]["dsv4c"], r["seconds"][r["peer"]]
+    cells = [r["operator"], r["peer"], f"{ours * 1e3:.2f}", f"{theirs * 1e3:.2f}", f"{r['ratio']:.1f}x"]
+    cells.append(against(r["bar"], r["reached"], f"{r['bar']}x"))
+    if "peak_bytes" in r:
+        peaks = r["peak_bytes"]
+        cells += [f"{peaks['dsv4c'] / 1e6:.2f}", f"{peaks[r['peer']] / 1e6:.1f}", f"1/{1 / r['memory_share']:.0f}"]
+        cells.append(against(r["memory_bar"], r["memory_reached"], f"1/{1 / r['memory_bar']:.0f}"))
+    else:
+        cells += [""] * 4
+    floor = r["floor"]
+    return (*cells, f"{floor['ratio']:.2f}x {floor['name']}" if floor else "")
 
 
 @app.command(name="compile")

@@ -34,8 +34,9 @@ def _mount() -> None:
     from dsv4c.cli.environment import env
     from dsv4c.cli.report import report
     from dsv4c.cli.train import train
+    from dsv4c.cli.verify import verify
 
-    for command in (train, report, env):
+    for command in (train, verify, report, env):
         app.command()(command)
     for name, group in (("weights", weights.app), ("bench", bench.app)):
         app.add_typer(group, name=name)

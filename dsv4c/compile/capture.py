@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsv4c.model.norms import RMSNorm
 from dsv4c.model.objectives import POLICIES
+from dsv4c.model.precision import KeepsFp32
 from dsv4c.model.transformer import DeepseekV4
 from dsv4c.passes.graph import module_of, reach
 from dsv4c.passes.verify.subject import Objective, Parameter, Subject
 from dsv4c.reach import Reach
-from dsv4c.torch_compat import Joint, export_joint
+from dsv4c.torch_compat import Joint, export_joint, prepare_compiler
 
 ROUTERS = ("*.ffn.gate.weight",)  # where a model of ours keeps its routers
 
@@ -44,7 +46,8 @@ def reduced_precision() -> dict[str, bool]:
 
 
 def _subject(
-    name: str, joint: Joint, policies: Mapping[str, Reach], routers: tuple[str, ...], *, inside: str = "", losses: str = ""
+    name: str, joint: Joint, policies: Mapping[str, Reach], routers: tuple[str, ...], *, inside: str = "", losses: str = "",
+    fp32: tuple[str, ...] = (), coefficients: Mapping[str, float] | None = None,
 ) -> Subject:  # fmt: skip
     """A captured graph as the rules see it: parameters and modules inside ``inside``, objectives under ``losses``."""
     for node in joint.module.graph.nodes:
@@ -56,7 +59,7 @@ def _subject(
         {n.removeprefix(inside): Parameter(*pair) for n, pair in joint.parameters.items()},
         {n.removeprefix(inside): node for n, node in joint.buffers.items()},
         {o: joint.outputs[k] for o, k in outputs.items() if o not in policies},
-        tuple(policies), routers, reduced_precision(),
+        tuple(policies), routers, reduced_precision(), fp32, coefficients or {},
     )  # fmt: skip
 
 
@@ -69,13 +72,34 @@ def capture_module(
 
 
 def capture_model(model: DeepseekV4, *, seq_len: int, batch_size: int = 1, symbolic: bool = False) -> Subject:
-    """A model's losses and metrics, parameters under the model's own names; ``symbolic``: sizes of batch and sequence."""
-    ids, targets = (
-        torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.embed.weight.device) for _ in range(2)
-    )
+    """A model's losses and metrics, parameters under the model's own names; ``symbolic``: sizes of batch and sequence.
+
+    Captured under the settings with which :func:`dsv4c.compile.backend.compile_model` compiles.
+    """
+    prepare_compiler()
+    ids, targets = (torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.embed.weight.device) for _ in range(2))
     joint = export_joint(_Outputs(model), (ids, targets), {0: (0, 1), 1: (0, 1)} if symbolic else None)
     policies = {name: policy_of(model, name) for name in model.objectives}
-    return _subject("DeepseekV4", joint, policies, ROUTERS, inside="model.", losses="losses.")
+    return _subject(
+        "DeepseekV4", joint, policies, ROUTERS, inside="model.", losses="losses.", fp32=fp32_parameters(model),
+        coefficients=coefficients(model),
+    )  # fmt: skip
+
+
+def fp32_parameters(model: nn.Module) -> tuple[str, ...]:
+    """Parameters and buffers that stay in fp32; norm weights may be stored in bf16, where they are used widened."""
+    keepers = [(path, m) for path, m in model.named_modules() if isinstance(m, KeepsFp32) and not isinstance(m, RMSNorm)]
+    return tuple(f"{path}.{name}" for path, m in keepers for name in m.fp32_parameters)
+
+
+def coefficients(model: DeepseekV4) -> dict[str, float]:
+    """What the mean of each objective is multiplied by."""
+    c = model.config
+    each = {
+        "lm": 1.0, "mtp": model.mtp_loss_coef / max(c.num_nextn_predict_layers, 1),
+        "seq_balance": c.seq_balance_loss_coef, "indexer_kl": c.indexer_kl_coef,
+    }  # fmt: skip
+    return {name: each[name] for name in model.objectives}
 
 
 def policy_of(model: DeepseekV4, objective: str) -> Reach:
@@ -93,4 +117,3 @@ def trained_by(subject: Subject, objective: str) -> set[str]:
     tangent = subject.objectives[objective].tangent
     reached = reach([tangent]) if tangent is not None else set()
     return {name for name, p in subject.parameters.items() if p.gradient in reached}
-

@@ -18,6 +18,7 @@ from dsv4c.model.compressor import Compressor
 from dsv4c.model.indexer import Indexer, captured_mass
 from dsv4c.model.layout import LayerLayout
 from dsv4c.model.norms import RMSNorm, rms
+from dsv4c.model.objectives import objective
 from dsv4c.model.precision import QUANTIZE, KeepsFp32
 from dsv4c.model.rope import rotate
 
@@ -129,5 +130,7 @@ class Attention(KeepsFp32):
         if ids is None or scores is None:  # no entry exists yet: every row contributes 0
             return AttentionFacts(lse.new_zeros(()), share)
         joint = lse if self.target == "joint" else None
-        target = ops.indexer_kl_target(q, entries, ids, joint, self.scale, self.ratio)
-        return AttentionFacts(ops.indexer_kl(target, scores, at.real)[0], share)
+        with objective("indexer_kl"):
+            target = ops.indexer_kl_target(q, entries, ids, joint, self.scale, self.ratio)
+            loss = ops.indexer_kl(target, scores, at.real)[0]
+        return AttentionFacts(loss, share)

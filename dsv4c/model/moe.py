@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dsv4c import ops
 from dsv4c.config import LayerKind, ModelConfig
 from dsv4c.model.layout import LayerLayout
+from dsv4c.model.objectives import objective
 from dsv4c.model.precision import KeepsFp32, linear_wide, wide
 
 
@@ -179,5 +180,6 @@ class MoE(nn.Module):
         balance = None
         if self.balances:
             sent = expert_counts(routing.ids.view(shape), at.real, self.gate.n_experts)
-            balance = sequence_balance(routing.scores.view(shape), sent, at, self.gate.k)
+            with objective("seq_balance"):
+                balance = sequence_balance(routing.scores.view(shape), sent, at, self.gate.k)
         return y, MoEFacts(balance, routing.load.float())

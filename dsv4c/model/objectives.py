@@ -7,11 +7,13 @@ never changes a gradient (specification, sections 7 and 9).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.traceback import annotate
 
 from dsv4c.model.layout import Rows
 from dsv4c.reach import Reach
@@ -25,10 +27,18 @@ POLICIES: dict[str, Reach] = {
         never=("*.indexer.*", "norm.weight", "hc_head.*"), must=("mtp.*.e_proj.weight", "mtp.*.h_proj.weight")
     ),
     "seq_balance": Reach(
-        never=("*.indexer.*", "head.weight", "norm.weight", "*hc_head.*"), must=("*.ffn.gate.weight",)
+        never=("*.indexer.*", "head.weight", "norm.weight", "*hc_head.*"), must=("*ffn.gate.weight",)
     ),
     "indexer_kl": Reach(may=("*.indexer.*",), must=("*.indexer.*",)),
 }  # fmt: skip
+
+
+def objective(name: str) -> AbstractContextManager[None]:
+    """Marks what is computed inside as the objective ``name``, for the passes that read the compiled graph.
+
+    The last value computed is the objective itself.  Costs nothing when the graph is run.
+    """
+    return annotate({"objective": name})
 
 
 class Counts(NamedTuple):

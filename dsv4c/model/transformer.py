@@ -21,7 +21,7 @@ from dsv4c.model.hyper_connections import HyperHead
 from dsv4c.model.inputs import checked_inputs
 from dsv4c.model.layout import LayerLayout, Rows, layer_layout, rows
 from dsv4c.model.norms import RMSNorm
-from dsv4c.model.objectives import IGNORED, Counts
+from dsv4c.model.objectives import IGNORED, Counts, objective
 from dsv4c.model.precision import activation_dtype, linear_wide
 
 STAGES = ("dense", "indexer_warmup", "sparse")
@@ -71,6 +71,7 @@ class DeepseekV4(nn.Module):
         self.stage = "sparse"
         self.mtp_loss_coef = config.mtp_loss_coef  # a schedule may lower it during a run
         self.is_compiled = False
+        self.compiler: Any = None  # of a compiled model: says what the passes did
         kinds = config.layer_kinds
         depth = config.num_hidden_layers
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -192,19 +193,27 @@ class DeepseekV4(nn.Module):
     ) -> ModelOutput:
         """Means and coefficients: sums of a micro-batch over counts of the whole batch."""
         c = self.config
-        losses = {"lm": objectives.mean(sums["lm"], n.lm)}
+        losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
+        with objective("lm"):
+            losses["lm"] = objectives.mean(sums["lm"], n.lm)
         if "mtp" in sums:
             mtp = objectives.mean(sums["mtp"], n.mtp)
-            losses["mtp"], metrics["mtp"] = mtp * (self.mtp_loss_coef / c.num_nextn_predict_layers), mtp.detach()
+            metrics["mtp"] = mtp.detach()
+            with objective("mtp"):
+                losses["mtp"] = mtp * (self.mtp_loss_coef / c.num_nextn_predict_layers)
         if c.balances_routing:
             pairs = [(f.balance, n.documents) for f in facts] + [(f.balance, n.mtp_documents) for f in mtp_facts]
             terms = torch.stack([objectives.mean(b, m) for b, m in pairs if b is not None]) * c.seq_balance_loss_coef
-            losses["seq_balance"], metrics["seq_balance"] = terms.sum(), terms.detach().mean()
+            metrics["seq_balance"] = terms.detach().mean()
+            with objective("seq_balance"):
+                losses["seq_balance"] = terms.sum()
         kl = [f.indexer_kl for f in facts if f.indexer_kl is not None]
         if kl:
             total = objectives.mean(torch.stack(kl).sum(), n.queries)
-            losses["indexer_kl"], metrics["indexer_kl"] = total * c.indexer_kl_coef, total.detach()
+            metrics["indexer_kl"] = total.detach()
+            with objective("indexer_kl"):
+                losses["indexer_kl"] = total * c.indexer_kl_coef
         captured = [f.captured_mass for f in facts if f.captured_mass is not None]
         if captured:
             metrics["captured_mass"] = torch.stack(captured).mean()

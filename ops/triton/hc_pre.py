@@ -25,7 +25,7 @@ from dsv4c.ops.triton.hc_post import load_streams, sum_four
 
 
 @triton.jit
-def _tokens_streams(ptr, tokens, d, there, WIDTH: tl.constexpr):
+def tokens_streams(ptr, tokens, d, there, WIDTH: tl.constexpr):
     """The four streams of these tokens [T,D], as they are stored."""
     x = ()
     for j in tl.static_range(4):
@@ -45,21 +45,17 @@ def _projected(x, fn_ptr, row, d, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
-    x_ptr, fn_ptr, base_ptr, scale_ptr, u_ptr, post_ptr, logit_ptr, z_ptr, rstd_ptr, n_tokens, eps, norm_eps,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+def gates(
+    x, tokens, there, d, fn_ptr, base_ptr, scale_ptr, u_ptr, post_ptr, logit_ptr, z_ptr, rstd_ptr, eps, norm_eps,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Per block of tokens: norm and projection, u as soon as pre is known, post, and the logits of comb."""
-    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    there = tokens < n_tokens
-    d = tl.arange(0, BLOCK_D)
-    x = _tokens_streams(x_ptr, tokens, d, there, WIDTH)
-    square = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    """Of a block of tokens, x their four streams: norm and projection, u as soon as pre is known, post, comb's logits."""
+    square = tl.zeros(x[0].shape, tl.float32)
     for j in tl.static_range(4):
         square += x[j].to(tl.float32) * x[j].to(tl.float32)
     rstd = tl.rsqrt(tl.sum(square, 1) / (4 * WIDTH) + norm_eps)
     tl.store(rstd_ptr + tokens, rstd, mask=there)
-    u = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    u = tl.zeros(x[0].shape, tl.float32)
     scale = tl.load(scale_ptr)
     for j in tl.static_range(4):
         z = tl.sum(_projected(x, fn_ptr, j, d, WIDTH), 1) * rstd
@@ -77,6 +73,43 @@ def _forward_kernel(
 
 
 @triton.jit
+def _forward_kernel(
+    x_ptr, fn_ptr, base_ptr, scale_ptr, u_ptr, post_ptr, logit_ptr, z_ptr, rstd_ptr, n_tokens, eps, norm_eps,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """All that is needed of a block of tokens, from streams that are read once."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    there = tokens < n_tokens
+    d = tl.arange(0, BLOCK_D)
+    x = tokens_streams(x_ptr, tokens, d, there, WIDTH)
+    gates(
+        x, tokens, there, d, fn_ptr, base_ptr, scale_ptr, u_ptr, post_ptr, logit_ptr, z_ptr, rstd_ptr, eps, norm_eps, WIDTH
+    )  # fmt: skip
+
+
+@triton.jit
+def logit_gradients(
+    dpre, tokens, there, dpost_ptr, dmatrix_ptr, base_ptr, scale_ptr, z_ptr, rstd_ptr, da_ptr, dp_ptr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """da [T,32] of the 24 logits, dpre being at the first four places; ``dp = da scale rstd`` and the norm's share."""
+    row = tl.arange(0, 32)
+    t, r = tokens[:, None], row[None, :]
+    inside, at = there[:, None] & (r < 24), t * 24 + r
+    z = tl.load(z_ptr + at, mask=inside, other=0.0)
+    scale = tl.load(scale_ptr + tl.where(row < 4, 0, tl.where(row < 8, 1, 2)))
+    gate = tl.sigmoid(z * scale[None, :] + tl.load(base_ptr + row, mask=row < 24, other=0.0)[None, :])
+    dpost = tl.load(dpost_ptr + t * 4 + r - 4, mask=inside & (r >= 4) & (r < 8), other=0.0)
+    dmatrix = tl.load(dmatrix_ptr + t * 16 + r - 8, mask=inside & (r >= 8), other=0.0)
+    da = tl.where(r < 8, (dpre + 2.0 * dpost) * gate * (1.0 - gate), dmatrix)
+    rstd = tl.load(rstd_ptr + tokens, mask=there, other=0.0)
+    dz = da * scale[None, :]
+    dp = dz * rstd[:, None]
+    tl.store(da_ptr + at, da, mask=inside)
+    tl.store(dp_ptr + at, dp, mask=inside)
+    return dp, -tl.sum(dz * z, 1) * rstd * rstd / (4 * WIDTH)
+
+
+@triton.jit
 def _pre_grad_kernel(
     du_ptr, dpost_ptr, dmatrix_ptr, x_ptr, base_ptr, scale_ptr, z_ptr, rstd_ptr, da_ptr, dp_ptr, shrink_ptr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -89,19 +122,12 @@ def _pre_grad_kernel(
         x = load_streams(x_ptr + token * 4 * WIDTH, d, d < WIDTH, WIDTH)
         du = tl.load(du_ptr + token * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
         dpre += sum_four(x[0] * du, x[1] * du, x[2] * du, x[3] * du)
-    row, four = tl.arange(0, 32), tl.arange(0, 4)
+    row, four, one = tl.arange(0, 32), tl.arange(0, 4), token + tl.arange(0, 1)
     spread = tl.sum(tl.where(row[:, None] == four[None, :], dpre[None, :], 0.0), 1)
-    z = tl.load(z_ptr + token * 24 + row, mask=row < 24, other=0.0)
-    scale = tl.load(scale_ptr + tl.where(row < 4, 0, tl.where(row < 8, 1, 2)))
-    gate = tl.sigmoid(z * scale + tl.load(base_ptr + row, mask=row < 24, other=0.0))
-    dpost = tl.load(dpost_ptr + token * 4 + row - 4, mask=(row >= 4) & (row < 8), other=0.0)
-    dmatrix = tl.load(dmatrix_ptr + token * 16 + row - 8, mask=(row >= 8) & (row < 24), other=0.0)
-    da = tl.where(row < 8, (spread + 2.0 * dpost) * gate * (1.0 - gate), dmatrix)
-    rstd = tl.load(rstd_ptr + token)
-    dz = da * scale
-    tl.store(da_ptr + token * 24 + row, da, mask=row < 24)
-    tl.store(dp_ptr + token * 24 + row, dz * rstd, mask=row < 24)
-    tl.store(shrink_ptr + token, -tl.sum(dz * z, 0) * rstd * rstd / (4 * WIDTH))
+    _, shrink = logit_gradients(
+        spread[None, :], one, one >= 0, dpost_ptr, dmatrix_ptr, base_ptr, scale_ptr, z_ptr, rstd_ptr, da_ptr, dp_ptr, WIDTH
+    )  # fmt: skip
+    tl.store(shrink_ptr + one, shrink)
 
 
 @triton.jit

@@ -16,23 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4c.ops.indexer_kl import plain
+from dsv4c.ops.indexer_kl import GUARD, plain
 
 LARGEST = 16384  # scores of a row that 16 waves hold in registers
 
 
 @triton.jit
-def _kl_kernel(
-    target_ptr, score_ptr, real_ptr, loss_ptr, grad_ptr, n_chosen, GUARD: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """``sum_p T log((T + g) / (Y + g))`` of one row, and ``Y sum(r) - r`` with ``r = T Y / (Y + g)``."""
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    at = row * n_chosen + k
-    inside = k < n_chosen
-    scores = tl.load(score_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
-    target = tl.load(target_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    counted = tl.load(real_ptr + row) != 0
+def divergence(scores, target, counted, GUARD: tl.constexpr):
+    """Of one row [K]: ``sum_p T log((T + g) / (Y + g))``, and ``Y sum(r) - r`` with ``r = T Y / (Y + g)``."""
     peak = tl.max(scores, 0)
     none = scores == float("-inf")
     # Where there is no entry the peak is -inf and the difference NaN: those places are zero by the mask.
@@ -44,13 +35,28 @@ def _kl_kernel(
     inverse = 1.0 / (y + GUARD)
     loss = tl.sum(t * tl.log((t + GUARD) * inverse), 0)
     pulled = t * y * inverse
+    return loss, y * tl.sum(pulled, 0) - pulled
+
+
+@triton.jit
+def _kl_kernel(
+    target_ptr, score_ptr, real_ptr, loss_ptr, grad_ptr, n_chosen, GUARD: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Loss and gradient of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    at = row * n_chosen + k
+    inside = k < n_chosen
+    scores = tl.load(score_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    target = tl.load(target_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    loss, grad = divergence(scores, target, tl.load(real_ptr + row) != 0, GUARD)
     tl.store(loss_ptr + row, loss)
-    tl.store(grad_ptr + at, y * tl.sum(pulled, 0) - pulled, mask=inside)
+    tl.store(grad_ptr + at, grad, mask=inside)
 
 
 def constants(n_chosen: int) -> dict[str, Any]:
     """The kernel's compile-time arguments."""
-    return {"GUARD": 1e-10, "BLOCK_K": triton.next_power_of_2(n_chosen)}
+    return {"GUARD": GUARD, "BLOCK_K": triton.next_power_of_2(n_chosen)}
 
 
 def warps(n_chosen: int) -> int:

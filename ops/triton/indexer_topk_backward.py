@@ -16,17 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4c.ops.triton.indexer_topk import tiles
+from dsv4c.ops.triton.indexer_topk import queries_at, tiles
 from dsv4c.ops.triton.scatter import scatter
+from dsv4c.ops.triton.sparse_attention import table, turn
 
 
 @triton.jit
 def _dq_kernel(
-    grad_ptr, ids_ptr, q_ptr, k_ptr, w_ptr, dq_ptr, dw_ptr, n_tokens, n_entries, n_chosen, n_heads,
-    width: tl.constexpr, BLOCK_H: tl.constexpr, H_BLOCKS: tl.constexpr, BLOCK_C: tl.constexpr, N_CHUNKS: tl.constexpr,
-    BLOCK_N: tl.constexpr, MAX_CHOSEN: tl.constexpr,
+    grad_ptr, ids_ptr, q_ptr, k_ptr, w_ptr, cos_ptr, sin_ptr, dq_ptr, dw_ptr, n_tokens, n_entries, n_chosen, n_heads, scale,
+    width: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, H_BLOCKS: tl.constexpr, BLOCK_C: tl.constexpr,
+    N_CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, MAX_CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """``dw_h = sum_p g relu(z)`` and ``dq_h = sum_p g w_h [z > 0] k_p`` of one query and BLOCK_H heads."""
+    """``dw_h = s sum_p g relu(z)`` and ``dq_h = s sum_p g w_h [z > 0] k_p`` of one query and BLOCK_H heads, turned back."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     there = heads < n_heads
@@ -36,12 +37,12 @@ def _dq_kernel(
     place = row * n_heads * width + heads[:, None] * width
     slots = tl.arange(0, MAX_CHOSEN)
     chosen = tl.load(ids_ptr + slots, mask=slots < n_chosen, other=-1)
-    w = tl.load(w_ptr + row * n_heads + heads, mask=there, other=0.0).to(tl.float32)
-    q = ()
+    q, w = queries_at(
+        q_ptr, w_ptr, cos_ptr, sin_ptr, row, tl.program_id(1) * BLOCK_H, n_heads, scale, width, ROPE, BLOCK_H, BLOCK_C,
+        N_CHUNKS,
+    )  # fmt: skip
     dq = ()
-    for i in tl.static_range(N_CHUNKS):
-        c = i * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        q = q + (tl.load(q_ptr + place + c, mask=there[:, None] & (c < width), other=0.0),)
+    for _ in tl.static_range(N_CHUNKS):
         dq = dq + (tl.zeros([BLOCK_H, BLOCK_C], tl.float32),)
     dw = tl.zeros([BLOCK_H], tl.float32)
     for first in range(0, tl.max(tl.where(chosen >= 0, slots + 1, 0)), BLOCK_N):
@@ -61,19 +62,22 @@ def _dq_kernel(
         for i in tl.static_range(N_CHUNKS):
             grown = grown + (tl.dot(dz, keys[i], dq[i], input_precision="ieee"),)
         dq = grown
-    tl.store(dw_ptr + row * n_heads + heads, dw.to(dw_ptr.dtype.element_ty), mask=there)
+    tl.store(dw_ptr + row * n_heads + heads, (dw * scale).to(dw_ptr.dtype.element_ty), mask=there)
     for i in tl.static_range(N_CHUNKS):
         c = i * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        tl.store(dq_ptr + place + c, dq[i].to(dq_ptr.dtype.element_ty), mask=there[:, None] & (c < width))
+        back = dq[i]
+        if ROPE > 0 and (i + 1) * BLOCK_C > width - ROPE:
+            back = turn(back, cos_ptr, sin_ptr, row + tl.arange(0, 1), i * BLOCK_C, width, -1.0, ROPE)
+        tl.store(dq_ptr + place + c, back.to(dq_ptr.dtype.element_ty), mask=there[:, None] & (c < width))
 
 
 @triton.jit
 def _dk_kernel(
-    spread_ptr, q_ptr, k_ptr, w_ptr, part_ptr, first_query, n_queries, n_tokens, n_entries, n_heads, ratio,
-    width: tl.constexpr, BLOCK_H: tl.constexpr, H_BLOCKS: tl.constexpr, BLOCK_C: tl.constexpr, N_CHUNKS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    spread_ptr, q_ptr, k_ptr, w_ptr, cos_ptr, sin_ptr, part_ptr, first_query, n_queries, n_tokens, n_entries, n_heads, scale,
+    ratio, width: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, H_BLOCKS: tl.constexpr, BLOCK_C: tl.constexpr,
+    N_CHUNKS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``sum_th g_tp w_th [z_thp > 0] q_th`` of a block of queries to one split's part [splits,B,P,c] fp32.
+    """Adds ``s sum_th g_tp w_th [z_thp > 0] q_th`` of a block of queries to one split's part [splits,B,P,c] fp32.
 
     ``spread``: the gradient of the scores by entry, [B,n_queries,P] fp32, 0 where an entry was not selected.
     """
@@ -98,17 +102,14 @@ def _dk_kernel(
     for step in range(low * H_BLOCKS, high * H_BLOCKS):
         t = step // H_BLOCKS
         row = batch * n_tokens + t
-        heads = step % H_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
         g = tl.load(spread_ptr + (t - first_query).to(tl.int64) * n_entries + keys, mask=there, other=0.0)
-        w = tl.load(w_ptr + row * n_heads + heads, mask=heads < n_heads, other=0.0).to(tl.float32)
+        queries, w = queries_at(
+            q_ptr, w_ptr, cos_ptr, sin_ptr, row, step % H_BLOCKS * BLOCK_H, n_heads, scale, width, ROPE, BLOCK_H, BLOCK_C,
+            N_CHUNKS,
+        )  # fmt: skip
         z = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
-        queries = ()
         for i in tl.static_range(N_CHUNKS):
-            c = i * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-            here = (heads < n_heads)[:, None] & (c < width)
-            q = tl.load(q_ptr + row * n_heads * width + heads[:, None] * width + c, mask=here, other=0.0)
-            z = tl.dot(k[i], tl.trans(q), z, input_precision="ieee")
-            queries = queries + (q,)
+            z = tl.dot(k[i], tl.trans(queries[i]), z, input_precision="ieee")
         dz = tl.where(z > 0.0, g[:, None] * w[None, :], 0.0).to(queries[0].dtype)
         grown = ()
         for i in tl.static_range(N_CHUNKS):
@@ -129,13 +130,10 @@ def n_splits(n_entries: int, batch: int, block_k: int) -> int:
     return max(1, min(16, 256 // (batch * triton.cdiv(n_entries, block_k))))
 
 
-def indexer_topk_backward(
-    grad: Tensor, ids: Tensor, q: Tensor, k: Tensor, w: Tensor, ratio: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and w, as :func:`dsv4c.ops.indexer_topk.indexer_topk_backward` defines them.
-
-    ids without repetition; entry p is taken to be visible from token ``ratio (p + 1) - 1`` on, the earliest there can be.
-    """
+def _backward(
+    grad: Tensor, ids: Tensor, q: Tensor, k: Tensor, w: Tensor, cos: Tensor | None, sin: Tensor | None, scale: float,
+    ratio: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, n_tokens, n_heads, width = q.shape
     n_entries, n_chosen = k.shape[1], ids.shape[2]
     dq, dw = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, w))
@@ -144,9 +142,10 @@ def indexer_topk_backward(
     dtype = torch.promote_types(q.dtype, k.dtype)
     queries, keys, weights = q.to(dtype).contiguous(), k.to(dtype).contiguous(), w.contiguous()
     ids, grad = ids.contiguous(), grad.float().contiguous()
-    block = tiles(n_heads, width)
+    rope, angles = table(cos, sin, width, grad)
+    block = tiles(n_heads, width, rope) | {"ROPE": rope}
     _dq_kernel[(batch * n_tokens, block["H_BLOCKS"])](
-        grad, ids, queries, keys, weights, dq, dw, n_tokens, n_entries, n_chosen, n_heads, **block,
+        grad, ids, queries, keys, weights, *angles, dq, dw, n_tokens, n_entries, n_chosen, n_heads, scale, **block,
         BLOCK_N=BLOCK_N, MAX_CHOSEN=triton.next_power_of_2(n_chosen), num_warps=4, num_stages=2,
     )  # fmt: skip
     block_k = BLOCK_K[dtype.itemsize]
@@ -156,22 +155,41 @@ def indexer_topk_backward(
         n_queries = min(QUERIES, n_tokens - first)
         spread = scatter(ids, grad, n_entries, first, n_queries)
         _dk_kernel[(triton.cdiv(n_entries, block_k), splits, batch)](
-            spread, queries, keys, weights, part, first, n_queries, n_tokens, n_entries, n_heads, ratio, **block,
-            BLOCK_K=block_k, num_warps=8, num_stages=1,
+            spread, queries, keys, weights, *angles, part, first, n_queries, n_tokens, n_entries, n_heads, scale, ratio,
+            **block, BLOCK_K=block_k, num_warps=8, num_stages=1,
         )  # fmt: skip
     return dq, part.sum(0).to(k.dtype), dw
 
 
-def bytes_moved(batch: int, n_tokens: int, n_heads: int, width: int, n_entries: int, n_chosen: int) -> dict[str, int]:
+def indexer_topk_backward(
+    grad: Tensor, ids: Tensor, q: Tensor, k: Tensor, w: Tensor, ratio: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and w, as :func:`dsv4c.ops.indexer_topk.indexer_topk_backward` defines them.
+
+    ids without repetition; entry p is taken to be visible from token ``ratio (p + 1) - 1`` on, the earliest there can be.
+    """
+    return _backward(grad, ids, q, k, w, None, None, 1.0, ratio)
+
+
+def indexer_select_backward(
+    grad: Tensor, ids: Tensor, q: Tensor, k: Tensor, w: Tensor, cos: Tensor, sin: Tensor, temperature: float, ratio: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of unrotated q, k and unscaled w, as :func:`dsv4c.ops.indexer_select.indexer_select_backward` has them."""
+    return _backward(grad, ids, q, k, w, cos, sin, temperature, ratio)
+
+
+def bytes_moved(
+    batch: int, n_tokens: int, n_heads: int, width: int, n_entries: int, n_chosen: int, rotary: int = 0
+) -> dict[str, int]:  # fmt: skip
     """What the backward with bf16 inputs loads and stores in memory, by part, from the tiles above.
 
-    Keys stay in a cache; q does not, and is counted as often as a tile of keys reads it.
+    Keys stay in a cache; q does not, and is counted as often as a tile of keys reads it.  rotary: channels of q that turn.
     """
     rows, ratio, block_k = batch * n_tokens, n_tokens // n_entries, BLOCK_K[2]
-    dq = rows * (2 * n_heads * (width + 1) * 2 + n_chosen * (8 + 4))
+    dq = rows * (2 * n_heads * (width + 1) * 2 + n_chosen * (8 + 4) + rotary * 4)
     blocks = triton.cdiv(n_tokens, QUERIES)
     visits = sum(n_tokens - (ratio * (first + 1) - 1) for first in range(0, n_entries, block_k))
     spread = rows * (n_chosen * (8 + 4 + 4) + n_entries * 4) + batch * visits * block_k * 4  # cleared, set; read by tile
     part = n_splits(n_entries, batch, block_k) * batch * n_entries * width * 4
     sums = (2 * blocks + 2) * part + batch * n_entries * width * 2
-    return {"dq": dq, "keys": batch * visits * n_heads * (width + 1) * 2 + spread, "sums": sums}
+    return {"dq": dq, "keys": batch * visits * (n_heads * (width + 1) * 2 + rotary * 4) + spread, "sums": sums}

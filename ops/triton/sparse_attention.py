@@ -46,6 +46,17 @@ def turn(x, cos_ptr, sin_ptr, rows, first_channel, width, sign, ROPE: tl.constex
 
 
 @triton.jit
+def turned_operand(x, cos_ptr, sin_ptr, rows, first_channel, width, ROPE: tl.constexpr):
+    """``turn`` of what enters a product, in x's dtype.
+
+    The sum over an axis of one element adds nothing.  It keeps the compiler from moving the product's layout in front of
+    the rotation, where every wave would turn all rows and not its own: 1.3 times the instructions of a whole loop.
+    """
+    turned = turn(x.to(tl.float32), cos_ptr, sin_ptr, rows, first_channel, width, 1.0, ROPE)
+    return tl.sum(turned.to(x.dtype)[:, :, None], 2)
+
+
+@triton.jit
 def entries_at(
     first, t, start, end_ptr, ids_ptr, n_entries, n_chosen,
     GATHER: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -214,6 +225,14 @@ class Entries:
         }
 
 
+def table(cos: Tensor | None, sin: Tensor | None, width: int, unused: Tensor) -> tuple[int, tuple[Tensor, Tensor]]:
+    """How many of ``width`` channels turn, and cos and sin as a kernel reads them, or something in their place."""
+    if cos is None or sin is None:
+        return 0, (unused, unused)
+    assert width % 2 == 0, "a pair begins at an even channel"
+    return 2 * cos.shape[-1], (cos.float().contiguous(), sin.float().contiguous())
+
+
 def sparse_attention(
     q: Tensor, kv: Tensor, entries: Tensor, sink: Tensor, start: Tensor, entry_end: Tensor, ids: Tensor | None,
     scale: float, window: int, ratio: int, cos: Tensor | None = None, sin: Tensor | None = None,
@@ -234,26 +253,29 @@ def sparse_attention(
     where = Entries(ids, entries.shape[1], ratio, start)
     chosen = plan(dtype)
     block = tiles(n_heads, width, chosen.heads)
+    rope, angles = table(cos, sin, width, sink)
     _forward_kernel[(batch * n_tokens, triton.cdiv(n_heads, block["BLOCK_H"]))](
-        queries, latent, pool, sink.contiguous(), start, entry_end.contiguous(), where.pointer,
-        sink if cos is None else cos.contiguous(), sink if sin is None else sin.contiguous(), out, lse,
+        queries, latent, pool, sink.contiguous(), start, entry_end.contiguous(), where.pointer, *angles, out, lse,
         n_tokens, where.count, where.n_chosen, n_heads, where.stride, scale, window, where.ratio,
-        ROPE=0 if cos is None else 2 * cos.shape[-1], **where.constants, **block,
+        ROPE=rope, **where.constants, **block,
         num_warps=chosen.num_warps, num_stages=chosen.forward,
     )  # fmt: skip
     return out, lse
 
 
+sparse_attention_derotated = sparse_attention  # with the operator's last two arguments
+
+
 def bytes_moved(
-    batch: int, n_tokens: int, n_heads: int, width: int, n_entries: int, n_chosen: int, window: int
+    batch: int, n_tokens: int, n_heads: int, width: int, n_entries: int, n_chosen: int, window: int, rotary: int = 0
 ) -> dict[str, int]:  # fmt: skip
-    """What the forward with bf16 inputs loads and stores, from the tiles above, de-rotation included.
+    """What the forward with bf16 inputs loads and stores, from the tiles above; rotary: channels that it rotates back.
 
     ``memory``: every tensor once, where what is read again (latent and entries, by every query) is small enough for a cache;
     ``issued``: all loads and stores, whichever level answers them.
     """
     rows, ratio, by_id = batch * n_tokens, n_tokens // n_entries, prunes_much(n_entries, n_chosen)
-    own = rows * (2 * n_heads * width * 2 + n_heads * 4 + 64 * 4 + 8)
+    own = rows * (2 * n_heads * width * 2 + n_heads * 4 + rotary * 4 + 8)
     found = rows * n_chosen * 8 + (0 if by_id else 2 * rows * n_entries + rows * n_chosen)  # ids; bytes cleared, set, read
     latent = batch * ((n_tokens + n_entries) * width * 2 + n_entries * 8)
     seen = 0

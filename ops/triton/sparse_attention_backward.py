@@ -17,7 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4c.ops.triton.scatter import scatter
-from dsv4c.ops.triton.sparse_attention import PLANS, Entries, entries_at, n_places, plan, rows_of, tiles, turn
+from dsv4c.ops.triton.sparse_attention import (
+    PLANS,
+    Entries,
+    entries_at,
+    n_places,
+    plan,
+    rows_of,
+    table,
+    tiles,
+    turn,
+    turned_operand,
+)
 
 
 @triton.jit
@@ -92,12 +103,12 @@ def _dq_kernel(
 def _dkv_kernel(
     q_ptr, key_ptr, start_ptr, end_ptr, stop_ptr, chosen_ptr, cos_ptr, sin_ptr, lse_ptr, grad_ptr, delta_ptr, part_ptr,
     n_tokens, n_keys, n_heads, chosen_stride, scale, window, width: tl.constexpr, ROPE: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    N_CHUNKS: tl.constexpr,
+    ONE_QUERY: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, N_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """One split's part [splits,B,N,c] fp32 of the gradient of a tile of keys, tokens (WINDOW) or entries, in both roles.
 
-    A row is a (query, head) pair: q, dO and lse are read as [S*H, ...].
+    A row is a (query, head) pair: q, dO and lse are read as [S*H, ...].  ONE_QUERY: a step's rows are of one query.
     """
     batch = tl.program_id(2).to(tl.int64)
     keys = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -142,8 +153,9 @@ def _dkv_kernel(
             q = rows_of(q_ptr + base * width, nth, inside, i * BLOCK_C, width, BLOCK_C)
             g = rows_of(grad_ptr + base * width, nth, inside, i * BLOCK_C, width, BLOCK_C)
             if ROPE > 0 and (i + 1) * BLOCK_C > width - ROPE:
-                angles = tl.minimum(batch * n_tokens + t, batch * n_tokens + n_tokens - 1)
-                g = turn(g.to(tl.float32), cos_ptr, sin_ptr, angles, i * BLOCK_C, width, 1.0, ROPE).to(g.dtype)
+                queried = r // n_heads + tl.arange(0, 1) if ONE_QUERY else tl.minimum(t, n_tokens - 1)
+                angles = batch * n_tokens + queried
+                g = turned_operand(g, cos_ptr, sin_ptr, angles, i * BLOCK_C, width, ROPE)
             z = tl.dot(k[i], tl.trans(q), z, input_precision="ieee")
             dw = tl.dot(k[i], tl.trans(g), dw, input_precision="ieee")
             queries = queries + (q,)
@@ -190,11 +202,10 @@ def sparse_attention_backward(
     start, entry_end = start.contiguous(), entry_end.contiguous()
     where = Entries(ids, entries.shape[1], ratio, start)
     delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
-    turned = (sink, sink) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
-    rope, used = 0 if cos is None else 2 * cos.shape[-1], plan(dtype)
+    (rope, angles), used = table(cos, sin, width, sink), plan(dtype)
     block = tiles(n_heads, width, used.heads)
     _dq_kernel[(batch * n_tokens, triton.cdiv(n_heads, block["BLOCK_H"]))](
-        queries, latent, pool, start, entry_end, where.pointer, *turned, out.contiguous(), lse, grad,
+        queries, latent, pool, start, entry_end, where.pointer, *angles, out.contiguous(), lse, grad,
         grad_lse.contiguous(), dq, delta, n_tokens, where.count, where.n_chosen, n_heads, where.stride, scale, window,
         where.ratio, ROPE=rope, **where.constants, **block,
         num_warps=used.num_warps, num_stages=used.dq,
@@ -206,10 +217,11 @@ def sparse_attention_backward(
         # The documents of a row stand in order: the queries that may see an entry end where a later document starts.
         stop = start if in_window else torch.searchsorted(start, entry_end, right=True)
         _dkv_kernel[(triton.cdiv(keys.shape[1], used.keys), splits, batch)](
-            queries, keys, start, start if in_window else entry_end, stop, start if chosen is None else chosen, *turned, lse,
+            queries, keys, start, start if in_window else entry_end, stop, start if chosen is None else chosen, *angles, lse,
             grad, delta, part, n_tokens, keys.shape[1], n_heads, 0 if chosen is None else chosen.shape[2], scale, window,
-            width=width, ROPE=rope, WINDOW=in_window, MASKED=chosen is not None, BLOCK_K=used.keys, BLOCK_R=BLOCK_R,
-            BLOCK_C=block["BLOCK_C"], N_CHUNKS=block["N_CHUNKS"], num_warps=used.num_warps, num_stages=used.dkv,
+            width=width, ROPE=rope, ONE_QUERY=n_heads % BLOCK_R == 0, WINDOW=in_window, MASKED=chosen is not None,
+            BLOCK_K=used.keys, BLOCK_R=BLOCK_R, BLOCK_C=block["BLOCK_C"], N_CHUNKS=block["N_CHUNKS"],
+            num_warps=used.num_warps, num_stages=used.dkv,
         )  # fmt: skip
         return part.sum(0)
 
@@ -223,21 +235,26 @@ def sparse_attention_backward(
     return dq, dkv, dentries, dsink.to(sink.dtype)
 
 
+sparse_attention_derotated_backward = sparse_attention_backward  # with the operator's last two arguments
+
+
 def bytes_moved(
-    batch: int, n_tokens: int, n_heads: int, width: int, n_entries: int, n_chosen: int, window: int
+    batch: int, n_tokens: int, n_heads: int, width: int, n_entries: int, n_chosen: int, window: int, rotary: int = 0
 ) -> dict[str, int]:  # fmt: skip
     """What the backward with bf16 inputs loads and stores in memory, by part, from the tiles above.
 
     Keys and masks stay in a cache; q and dO together do not, and are counted as often as a tile of keys reads them.
+    rotary: channels of the output that were rotated back.
     """
     rows, ratio = batch * n_tokens, n_tokens // n_entries
     wide, block_k = rows * n_heads * width * 2, PLANS["hip", 2].keys
-    dq = 4 * wide + rows * (n_heads * 4 * 3 + n_chosen * 8 + n_entries * 2)  # q, dO, O, dq; lse, dlse, delta; ids, bytes
+    # q, dO, O, dq; lse, dlse, delta; ids, bytes; angles
+    dq = 4 * wide + rows * (n_heads * 4 * 3 + n_chosen * 8 + n_entries * 2 + rotary * 4)
     queries_by_tile = (
         sum(min(n_tokens, first + block_k - 1 + window) - first for first in range(0, n_tokens, block_k)),
         sum(n_tokens - (ratio * (first + 1) - 1) for first in range(0, n_entries, block_k)),
     )
-    window_keys, entry_keys = (batch * n * n_heads * (2 * width * 2 + 8) for n in queries_by_tile)
+    window_keys, entry_keys = (batch * n * (n_heads * (2 * width * 2 + 8) + rotary * 4) for n in queries_by_tile)
     sums = sum(
         2 * n_splits(n, batch, block_k) * batch * n * width * 4 + batch * n * width * 2 for n in (n_tokens, n_entries)
     )

@@ -10,12 +10,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dsv4c.errors import ConfigError
-from dsv4c.passes.verify import gradient_reach
+from dsv4c.passes.verify import (
+    fp32_islands,
+    gradient_reach,
+    memory_growth,
+    mixing,
+    no_host_sync,
+    no_recompute_of_random,
+    objective_reported,
+    rotation,
+    router_fp32,
+    scales,
+)
 from dsv4c.passes.verify.report import Report, Violation
 from dsv4c.passes.verify.rule import Rule
 from dsv4c.passes.verify.subject import Objective, Parameter, Subject
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (gradient_reach.RULE,)}
+RULES: dict[str, Rule] = {
+    module.RULE.name: module.RULE
+    for module in (
+        gradient_reach,
+        objective_reported,
+        router_fp32,
+        fp32_islands,
+        rotation,
+        scales,
+        mixing,
+        memory_growth,
+        no_host_sync,
+        no_recompute_of_random,
+    )
+}
 
 __all__ = ["RULES", "Objective", "Parameter", "Report", "Rule", "Subject", "Violation", "chosen", "verify"]
 
@@ -34,7 +59,7 @@ def verify(subject: Subject, rules: Iterable[str] | None = None) -> Report:
     found: list[Violation] = []
     checked: dict[str, int] = {}
     for rule in chosen(rules):
-        if subject.stage in rule.stages:
+        if subject.stage in rule.stages and rule.applies(subject):
             outcomes = list(rule.check(subject))
             found += [o for o in outcomes if isinstance(o, Violation)]
             checked[rule.name] = len({id(o) if isinstance(o, Violation) else o for o in outcomes})

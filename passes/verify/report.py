@@ -38,22 +38,28 @@ class Violation:
         return "\n".join(lines)
 
 
-def violation(rule: str, message: str, at: Node | None, *, path: Iterable[Node] = (), hint: str = "") -> Violation:
-    """A violation at a node, its module and source line filled in."""
-    lines = tuple(describe(node) for node in path)
+def violation(
+    rule: str, message: str, at: Node | None, *, path: Iterable[Node | str] = (), hint: str = "", source: str = ""
+) -> Violation:  # fmt: skip
+    """A violation at a node, its module and source line filled in; ``source``: a line that says more than the node's own."""
+    lines = tuple(describe(step) if isinstance(step, Node) else step for step in path)
     if at is None:
-        return Violation(rule, message, path=lines, hint=hint)
-    return Violation(rule, message, at.name, module_of(at), source_of(at), lines, hint)
+        return Violation(rule, message, source=source, path=lines, hint=hint)
+    return Violation(rule, message, at.name, module_of(at), source or source_of(at), lines, hint)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict on one graph, or on several: what was proved, and what was not."""
+    """The verdict on one graph, or on several: what was proved, and what was not.
+
+    ``notes`` say what the verdict stands on: which layers were looked at for which, how large the largest tensors are.
+    """
 
     subject: str
     rules: tuple[str, ...]  # the rules that were applied
     violations: tuple[Violation, ...] = ()
     checked: dict[str, int] = field(default_factory=dict)  # rule -> how many places it looked at
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -63,7 +69,8 @@ class Report:
         """Both verdicts in one."""
         checked = {r: self.checked.get(r, 0) + other.checked.get(r, 0) for r in {**self.checked, **other.checked}}
         rules = tuple(dict.fromkeys(self.rules + other.rules))
-        return Report(self.subject, rules, self.violations + other.violations, checked)
+        notes = tuple(dict.fromkeys(self.notes + other.notes))
+        return Report(self.subject, rules, self.violations + other.violations, checked, notes)
 
     def to_json(self) -> str:
         return json.dumps({"ok": self.ok, **asdict(self)})

@@ -18,9 +18,13 @@ class Checked:
 
 @dataclass(frozen=True)
 class Rule:
-    """``proves`` is one sentence; ``check`` yields a Checked or a Violation for each place that it looks at."""
+    """``proves`` is one sentence; ``check`` yields a Checked or a Violation for each place that it looks at.
+
+    ``stages`` and ``applies`` say on which graphs it can be decided.
+    """
 
     name: str
     proves: str
     check: Callable[[Subject], Iterator[Checked | Violation]]
     stages: tuple[str, ...] = ("joint",)
+    applies: Callable[[Subject], bool] = lambda _: True

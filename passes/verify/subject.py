@@ -34,6 +34,8 @@ class Subject:
     ``stage``: ``joint`` (forward and backward in one graph, as captured), ``forward`` or ``backward`` (after Inductor's own
     passes, as they go to code generation).  ``returned``: other outputs by name, such as metrics.  ``expected``: the names
     of objectives that are on.  ``routers``: glob patterns over parameter names and module paths that are router weights.
+    ``fp32``: glob patterns over parameters that are stored and used in fp32.  ``coefficients``: what each objective is
+    multiplied by, and that each is a mean.
     ``trained`` is False for a graph without tangents (a user's forward graph): rules about gradients do not apply.
     """
 
@@ -47,6 +49,8 @@ class Subject:
     expected: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
     reduced_precision: Mapping[str, bool] = field(default_factory=dict)  # process settings: tf32, bf16 reductions
+    fp32: tuple[str, ...] = ()
+    coefficients: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[Node]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
-from dsv4c import DeepseekV4, ModelConfig
+from dsv4c import DeepseekV4, ModelConfig, ops
 from dsv4c.model.moe import Gate
 from dsv4c.model.transformer import ModelOutput
 
@@ -130,6 +131,12 @@ def outputs(model: DeepseekV4, kind: type[nn.Module], run: Callable[[], Any]) ->
             hook.remove()
     return seen
 
+
+@pytest.fixture(params=["operators", "references"])
+def both(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs a test twice: on the operators, and on the formulas that they are compared with."""
+    with ops.use_reference() if request.param == "references" else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

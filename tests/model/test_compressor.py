@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4c.model.compressor import Compressor, pool
+from dsv4c import ops
+from dsv4c.model.compressor import Compressor
 from dsv4c.model.layout import LayerLayout, layer_layout, rows
 from tests.model import formulas
 from tests.model.conftest import SPEC, randomise
 
 RATIOS = [4, 8]
+pytestmark = pytest.mark.usefixtures("both")
 
 
 def compressor(ratio: int, seed: int = 0) -> Compressor:
@@ -27,6 +29,10 @@ def layout(n_tokens: int, ratio: int, documents: list[int] | None = None) -> Lay
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def pool(values: Tensor, logits: Tensor, ape: Tensor, at: LayerLayout, overlap: bool) -> Tensor:
+    return ops.compress(values, logits, ape, at.entry_end, at.entry_has_previous, overlap)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

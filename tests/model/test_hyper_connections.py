@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from dsv4c import DeepseekV4, ops
-from dsv4c.model.hyper_connections import HyperConnection, HyperHead, mix
+from dsv4c.model.hyper_connections import HyperConnection, HyperHead
 from tests.model import formulas
 from tests.model.conftest import SPEC, randomise
+
+pytestmark = pytest.mark.usefixtures("both")
 
 
 def connection(seed: int = 0, **changes: Any) -> HyperConnection:
@@ -167,15 +169,17 @@ def test_nothing_is_detached() -> None:
 
 def test_mixing_is_fp32_in_a_bf16_model_and_inside_autocast() -> None:
     # B34, B35: bf16 streams stay bf16, the weights and the sum are fp32
-    hc, x = connection(), streams(torch.bfloat16)
+    hc, head, x = connection(), HyperHead(SPEC), streams(torch.bfloat16)
+    randomise(head)
     exact = hc.pre(x.float())
     with torch.autocast("cpu", torch.bfloat16):
         inside = hc.pre(x)
-        weights = torch.rand(2, 5, 4, 4)
-        assert mix(weights, x).dtype == torch.float32
-        new = hc.post(inside[0], x, *inside[1:])
+        new, merged = hc.post(inside[0], x, *inside[1:]), head(x)
     assert inside[0].dtype == torch.bfloat16 == new.dtype
     assert inside[1].dtype == torch.float32 == inside[2].dtype
+    # the sums are rounded once, at the end
+    assert torch.equal(new, hc.post(inside[0].float(), x.float(), *inside[1:]).bfloat16())
+    assert torch.equal(merged, head(x.float()).bfloat16())
     for ours, expected in zip(inside, exact, strict=True):
         assert torch.equal(ours, expected.to(ours.dtype))
     half = hc.bfloat16().pre(x)

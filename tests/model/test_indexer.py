@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4c import ModelConfig, ops
 from dsv4c.config import LayerKind
 from dsv4c.model.attention import Attention
-from dsv4c.model.indexer import Indexer, captured_mass, hadamard
+from dsv4c.model.indexer import Indexer, captured_mass
 from dsv4c.model.layout import LayerLayout, layer_layout, rows
 from dsv4c.model.rope import inverse_frequencies
 from tests.model import formulas
@@ -41,14 +41,15 @@ def chosen_scores(ids: Tensor, scores: Tensor, n_entries: int) -> Tensor:
     return full[:, :n_entries]
 
 
+@pytest.mark.usefixtures("both")
 def test_the_hadamard_matrix_is_symmetric_and_orthogonal() -> None:
     # invariant 17
-    h = hadamard(torch.eye(128, dtype=torch.float64))
+    h = ops.hadamard(torch.eye(128, dtype=torch.float64))
     assert float((h @ h.T - torch.eye(128)).abs().max()) <= 3e-16
     assert torch.equal(h, h.T)
     assert torch.equal(h[0], torch.full((128,), 128**-0.5, dtype=torch.float64))
     for n in (1, 2, 32, 128):
-        torch.testing.assert_close(hadamard(torch.eye(n).double()), formulas.sylvester(n), rtol=1e-15, atol=0)
+        torch.testing.assert_close(ops.hadamard(torch.eye(n).double()), formulas.sylvester(n), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("rotates", [True, False])

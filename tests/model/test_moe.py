@@ -13,10 +13,11 @@ from torch import Tensor
 from dsv4c import ops
 from dsv4c.config import LayerKind
 from dsv4c.model.layout import layer_layout, rows
-from dsv4c.model.moe import Experts, Gate, MoE, Routing, clamped_swiglu, expert_counts, sequence_balance, sqrt_softplus
+from dsv4c.model.moe import Experts, Gate, MoE, Routing, expert_counts, sequence_balance
 from tests.model import formulas
 from tests.model.conftest import SPEC, randomise
 
+pytestmark = pytest.mark.usefixtures("both")
 LEARNED, HASH = LayerKind("swa", "learned", 0), LayerKind("swa", "hash", 0)
 
 
@@ -33,6 +34,16 @@ def routed(logits: list[float], bias: list[float], k: int, scale: float = 1.5) -
     module.weight.data = torch.diag(torch.tensor(logits))
     module.bias.copy_(torch.tensor(bias))
     return module(torch.ones(1, n), torch.zeros(1, dtype=torch.long))
+
+
+def sqrt_softplus(logits: Tensor) -> Tensor:
+    """The router's scores for these logits [E] of one token."""
+    return ops.route(logits[None], None, None, None, 1, 1.5)[2][0]
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """The experts' activation of one row [2I], unweighted."""
+    return ops.swiglu_clamp(gate_up[None], None, limit)[0]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -91,13 +102,17 @@ def test_scores_and_their_gradients_are_finite_everywhere() -> None:
     # B63: values of the case
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         logits = torch.tensor([-104.0, -20.0, 0.0, 2.0, 25.0, 200.0, -1e4], dtype=dtype, requires_grad=True)
-        scores = sqrt_softplus(logits.to(torch.promote_types(dtype, torch.float32)))
+        scores = sqrt_softplus(logits)
+        assert scores.dtype == torch.promote_types(dtype, torch.float32)
         (grad,) = torch.autograd.grad(scores.sum(), logits)
         expected = torch.tensor([2.6e-23, 4.53999e-5, 0.832555, 1.458399, 5.0, math.sqrt(200.0), 0.0])
         slopes = torch.tensor([1.3e-23, 2.26999e-5, 0.300281, 0.301974, 0.1, 0.5 / math.sqrt(200.0), 0.0])
         tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(scores.float(), expected, rtol=1e-5, atol=1e-22)
         torch.testing.assert_close(grad.float(), slopes, rtol=tolerance, atol=1e-22)
+        # neither is 0, which those absolute tolerances would let pass
+        assert float(scores[0].detach()) == pytest.approx(2.6e-23, rel=1e-2, abs=0)
+        assert float(grad[0]) == pytest.approx(1.3e-23, rel=1e-2, abs=0)
 
 
 def test_scores_and_their_gradients_are_the_same_compiled() -> None:
@@ -262,7 +277,7 @@ def test_experts_give_a_row_per_token_in_the_order_of_the_tokens() -> None:
     x = normal(6, 64).float()
     ids = torch.tensor([[7, 0], [0, 7], [3, 4], [7, 3], [0, 1], [2, 7]])
     weights = torch.rand(6, 2)
-    out = module(x, Routing(ids, weights, torch.empty(0)), torch.float32)
+    out = module(x, Routing(ids, weights, torch.empty(0), torch.empty(0)), torch.float32)
     for t in range(6):
         mine = sum(
             formulas.expert(x[t], module.w13[e], module.w2[e], SPEC.swiglu_limit, weights[t, i])

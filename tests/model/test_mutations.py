@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from dsv4c import ops
-from dsv4c.model import block, compressor, layout, moe, objectives, precision, rope
+from dsv4c.model import block, layout, moe, objectives, precision, rope
 from dsv4c.model.attention import Attention
 from dsv4c.model.hyper_connections import HyperConnection
 from dsv4c.model.indexer import Indexer
 from dsv4c.model.moe import Gate
 from dsv4c.model.norms import RMSNorm
 from dsv4c.model.transformer import DeepseekV4
+from dsv4c.ops import reference
 from tests.model import (
     test_attention,
     test_compressor,
@@ -39,8 +40,8 @@ from tests.model import (
     test_stages,
 )
 
-_visibility, _attention_op, _topk_op, _sinkhorn_op = (
-    sys.modules[f"dsv4c.ops.{name}"] for name in ("visibility", "sparse_attention", "indexer_topk", "sinkhorn")
+_visibility, _topk_op, _compress_op, _route_op, _swiglu_op = (
+    sys.modules[f"dsv4c.ops.{name}"] for name in ("visibility", "indexer_topk", "compress", "route", "swiglu_clamp")
 )
 
 
@@ -55,22 +56,38 @@ def mutant(target: Any, old: str, new: str, killer: Callable[..., None], *argume
     return Mutant(target, ((old, new),), killer, arguments)
 
 
+def on_references(killer: Callable[..., None]) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        with ops.use_reference():
+            killer(*arguments)
+
+    return run
+
+
 _DETACHED = "q.detach(), entries.detach(), chosen, ids, scores, lse.detach()"
+# Slots of value 0 and logit 0 in front of those of a window without one before it.
+_UNGATED = """if overlap and not with_previous:
+                    v, e = (torch.cat((torch.zeros_like(t), t), 1) for t in (v, e))
+                """
 _TRAINS_INDEXER_ONLY = test_gradient_topology.test_the_distillation_trains_every_indexer_parameter_and_nothing_else
 _AS_IF_ALONE = test_packing.test_packed_documents_are_as_if_alone
 _PADDING_IS_NOTHING = test_packing.test_padding_changes_nothing_at_real_tokens
 
 MUTANTS: dict[str, Mutant] = {
     "comb is not transposed (B12)": mutant(
-        HyperConnection.post, "mix(comb,", "mix(comb.mT,", test_hyper_connections.test_the_first_index_of_comb_is_summed
+        HyperConnection.post, "post, comb)", "post, comb.mT)", test_hyper_connections.test_the_first_index_of_comb_is_summed
     ),
     "post lacks its factor 2 (B12)": mutant(
-        HyperConnection.pre, "2 * torch.sigmoid", "torch.sigmoid",
+        reference.hc_pre, "2 * torch.sigmoid", "torch.sigmoid",
+        on_references(test_hyper_connections.test_neutral_parameters_give_the_neutral_weights),
+    ),
+    "the model halves post (B12)": mutant(
+        HyperConnection.pre, "return u, post, comb", "return u, post / 2, comb",
         test_hyper_connections.test_neutral_parameters_give_the_neutral_weights,
     ),
-    "Sinkhorn starts with the rows (B12)": mutant(
-        _sinkhorn_op._steps, "[_COLUMNS, *(_ROWS, _COLUMNS)", "[_ROWS, *(_COLUMNS, _ROWS)",
-        test_hyper_connections.test_columns_of_comb_sum_to_one_and_rows_only_nearly,
+    "Sinkhorn starts with the rows (B12)": Mutant(
+        reference.sinkhorn, (("c.sum(-2,", "c.sum(-1,"), ("c.sum(-1,", "c.sum(-2,")),
+        on_references(test_hyper_connections.test_columns_of_comb_sum_to_one_and_rows_only_nearly),
     ),
     "the output is not rotated back (B06)": mutant(
         Attention.project, "rotate(o, at.cos, at.sin, inverse=True)", "o",
@@ -114,21 +131,32 @@ MUTANTS: dict[str, Mutant] = {
         test_distillation.test_the_model_is_taught_by_the_target_of_its_configuration, "joint",
     ),
     "previous slots of the first window are not gated": mutant(
-        compressor.pool, '.masked_fill(missing, float("-inf"))', ".masked_fill(missing, 0.0)",
-        test_compressor.test_equal_logits_give_the_mean, 4,
+        _compress_op._blocks, "yield _Block(", _UNGATED + "yield _Block(", test_compressor.test_equal_logits_give_the_mean, 4
+    ),
+    "previous slots of the first window are not gated, in the formula": mutant(
+        reference.compress, ".masked_fill(missing, NOWHERE)", ".masked_fill(missing, 0.0)",
+        on_references(test_compressor.test_equal_logits_give_the_mean), 4,
     ),
     "overlap halves are swapped": Mutant(
-        compressor.pool,
+        _compress_op._blocks, (("slice(0, c)", "slice(width - c, width)"), ("slice(width - c, width)", "slice(0, c)")),
+        test_compressor.test_equal_logits_give_the_mean, (4,),
+    ),
+    "overlap halves are swapped, in the formula": Mutant(
+        reference.compress,
         (
             ("values[..., width - c :]", "values[..., :c]"), ("logits[..., width - c :]", "logits[..., :c]"),
             ("values[..., :c][row, before]", "values[..., width - c :][row, before]"),
             ("logits[..., :c][row, before]", "logits[..., width - c :][row, before]"),
         ),
-        test_compressor.test_equal_logits_give_the_mean, (4,),
+        on_references(test_compressor.test_equal_logits_give_the_mean), (4,),
     ),
     "no sink": mutant(
-        ops._sparse_attention.sparse_attention, "weights.sum(-1) + torch.exp(sink.to(acc) - peak)", "weights.sum(-1)",
-        test_attention.test_the_sink_takes_its_share_and_has_no_value,
+        reference.sparse_attention, "torch.logsumexp(joint, -1)", "torch.logsumexp(z, -1)",
+        on_references(test_attention.test_the_sink_takes_its_share_and_has_no_value),
+    ),
+    "a layer without its sink": mutant(
+        Attention.forward, "self.attn_sink,", "self.attn_sink - 1e30,",
+        test_attention.test_the_output_is_that_of_the_formula, "swa", 10, False,
     ),
     "the window is one token longer": mutant(
         _visibility.window_mask, "s > t - window", "s >= t - window",
@@ -154,12 +182,17 @@ MUTANTS: dict[str, Mutant] = {
         DeepseekV4._output, 'sums["mtp"], n.mtp', 'sums["mtp"], n.lm', test_mtp.test_both_means_are_over_their_own_tokens
     ),
     "weights are biased (B14)": mutant(
-        Gate.forward, "scores.gather(-1, ids)", "(scores + self.bias).gather(-1, ids)",
+        _route_op._plain, "scores.gather(-1, ids)", "(scores + bias).gather(-1, ids)",
         test_moe.test_the_bias_chooses_and_does_not_weigh,
     ),
     "scores are cast back before top-k (B31)": mutant(
-        Gate.forward, "sqrt_softplus(linear_wide(x, self.weight))", "sqrt_softplus(linear_wide(x, self.weight)).to(x.dtype)",
+        _route_op._plain, "sqrt_softplus(logits.to(acc).contiguous())",
+        "sqrt_softplus(logits.to(acc).contiguous()).bfloat16().to(acc)",
         test_precision.test_two_experts_of_one_bf16_score_are_told_apart, "bf16",
+    ),
+    "logits are cast back before the scores (B31)": mutant(
+        Gate.forward, "linear_wide(x, self.weight)", "linear_wide(x, self.weight).to(x.dtype)",
+        test_precision.test_scores_and_weights_are_those_of_fp32, "learned", "bf16",
     ),
     "autocast lowers the gate (B35)": mutant(
         precision.linear_wide, "with no_autocast(x):", "if True:",
@@ -182,11 +215,19 @@ MUTANTS: dict[str, Mutant] = {
         test_precision.test_streams_are_bf16_after_every_block_and_losses_fp32, "bf16", False,
     ),
     "the score underflows (B63)": mutant(
-        moe.sqrt_softplus, "F.softplus(logits.clamp(min=-20.0)).sqrt())", "F.softplus(logits).sqrt())",
+        _route_op.sqrt_softplus, "torch.where(logits < _EXPONENTIAL, torch.exp(logits / 2), scores)", "scores",
         test_moe.test_scores_and_their_gradients_are_finite_everywhere,
     ),
+    "the slope of a score of 0 is 0 / 0 (B63)": mutant(
+        _route_op._slope, "torch.where(scores < 1e-4, scores / 2, torch.expm1(-square).div_(-2 * scores))",
+        "torch.expm1(-square).div_(-2 * scores)", test_moe.test_scores_and_their_gradients_are_finite_everywhere,
+    ),
+    "the score underflows, in the formula (B63)": mutant(
+        reference.route, "F.softplus(wide.clamp(min=-20.0)).sqrt())", "F.softplus(wide).sqrt())",
+        on_references(test_moe.test_scores_and_their_gradients_are_finite_everywhere),
+    ),
     "the gate is clamped on both sides (B13)": mutant(
-        moe.clamped_swiglu, "g.clamp(max=limit)", "g.clamp(-limit, limit)",
+        _swiglu_op._halves, "g.clamp(max=limit)", "g.clamp(-limit, limit)",
         test_moe.test_the_gate_is_clamped_above_only_and_the_other_half_on_both_sides,
     ),
     "the first hash layer ends the bias update (B27)": mutant(
@@ -203,10 +244,14 @@ MUTANTS: dict[str, Mutant] = {
         test_norms.test_the_weight_is_applied_before_the_only_rounding,
     ),
     "the window crosses documents (invariant 32)": mutant(
-        _visibility.window_mask, "& (s >= start[:, :, None])", "", _AS_IF_ALONE, "swa-learned", [5, 13]
+        _visibility.window_mask, "& (s >= start[:, :, None])", "", on_references(_AS_IF_ALONE), "swa-learned", [5, 13]
+    ),
+    "a layer is not told where documents start (invariant 32)": mutant(
+        Attention.forward, "at.start,", "torch.zeros_like(at.start),", _AS_IF_ALONE, "swa-learned", [5, 13]
     ),
     "entries are seen across documents (invariant 32)": mutant(
-        _visibility.entry_mask, "& (end >= start[:, :, None])", "", _AS_IF_ALONE, "hca-learned", [9, 1, 3, 18, 2]
+        _visibility.entry_mask, "& (end >= start[:, :, None])", "",
+        on_references(_AS_IF_ALONE), "hca-learned", [9, 1, 3, 18, 2],
     ),
     "overlap crosses documents (invariant 32)": mutant(
         layout.layer_layout, "within.gather(1, last) >= 2 * ratio - 1", "last >= 2 * ratio - 1",
@@ -216,6 +261,13 @@ MUTANTS: dict[str, Mutant] = {
         DeepseekV4._predict_two_ahead, "objectives.has_next(at)", "at.real", _AS_IF_ALONE, "swa-learned", [1, 1, 1]
     ),
     "padding is counted as load": mutant(
+        _route_op._plain, "ids if real is None else ids[real]", "ids", _PADDING_IS_NOTHING, "swa-learned", 4, 7
+    ),
+    "the gate is not told what is padding": mutant(
+        moe.MoE.forward, "token_ids.flatten(), at.real.flatten()", "token_ids.flatten()",
+        _PADDING_IS_NOTHING, "swa-learned", 4, 7,
+    ),
+    "padding is counted in the balance": mutant(
         moe.expert_counts, "* real[..., None]", "", _PADDING_IS_NOTHING, "swa-learned", 4, 7
     ),
     "the warm-up trains the trunk": mutant(

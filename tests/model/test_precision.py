@@ -171,7 +171,10 @@ def test_the_gate_is_fp32_in_a_traced_graph_inside_autocast() -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-OPERATORS = ["rope", "sparse_attention", "indexer_topk", "indexer_kl_target", "sinkhorn", "grouped_mm"]
+OPERATORS = [
+    "compress", "grouped_mm", "hadamard", "hc_post", "hc_pre", "indexer_kl", "indexer_kl_target", "indexer_topk", "rope",
+    "route", "sparse_attention", "swiglu_clamp",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -12,9 +12,9 @@ from torch.library import opcheck
 
 from dsv4c.ops import reference
 from tests.ops import contract
-from tests.ops.cases import SEARCH, dtypes, heads, normal, seeds
+from tests.ops.cases import SEARCH, dtypes, heads, normal, seeds, transposed
 
-rope = torch.ops.dsv4.rope
+rope, rope_ = torch.ops.dsv4.rope, torch.ops.dsv4.rope_
 
 
 def arguments(
@@ -97,3 +97,79 @@ def test_bf16_is_rotated_in_fp32_and_rounded_once():
     x, cos, sin, inverse = arguments(dtype=torch.bfloat16)
     exact = reference.rope(x.detach().double(), cos.double(), sin.double(), inverse)
     assert torch.equal(rope(x, cos, sin, inverse), exact.float().bfloat16())
+
+
+def layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The values of x as views: of other orders of memory, of odd offsets and steps, of half of a larger tensor."""
+    wide = torch.cat((x, x), -1)
+    odd = torch.cat((x.new_zeros(*x.shape[:-1], 1), x), -1)[..., 1:]
+    spaced = x.repeat_interleave(2, -1)[..., ::2]
+    return {"dense": x.clone(), "transposed": transposed(x), "half": wide[..., : x.shape[-1]], "odd": odd, "spaced": spaced}
+
+
+@pytest.mark.parametrize("layout", layouts(torch.zeros(1, 1, 2)))
+@pytest.mark.parametrize("n_heads", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_in_place_is_the_functional_operator(layout, n_heads, dtype, inverse):
+    x, cos, sin, _ = contract.detached(arguments(n_heads=n_heads, dtype=dtype))
+    expected, y = rope(x, cos, sin, inverse), layouts(x)[layout]
+    assert rope_(y, cos, sin, inverse) is None
+    assert contract.relative_error(y, expected) <= contract.FORWARD[torch.float32]  # vectors round differently
+
+
+def test_in_place_touches_nothing_but_the_last_channels():
+    x, cos, sin, inverse = contract.detached(arguments(width=12, rotary=8))
+    larger = torch.full((2, 7, 3, 20), float("nan"))
+    larger[..., 8:16] = x[..., 4:]
+    rope_(larger[..., 4:16], cos, sin, inverse)
+    assert larger[..., :8].isnan().all() and larger[..., 16:].isnan().all()
+    assert torch.equal(larger[..., 8:16], rope(x, cos, sin, inverse)[..., 4:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 7, 3), (2, 7, None), (2, 0, 3)])
+def test_opcheck_finds_nothing_in_place(shape, dtype):
+    opcheck(rope_.default, contract.detached(arguments(*shape, dtype=dtype)))
+
+
+def test_in_place_tells_autograd_that_x_has_changed():
+    x, cos, sin, inverse = contract.detached(arguments())
+    w = torch.ones_like(x, requires_grad=True)
+    product = w * x
+    rope_(x, cos, sin, inverse)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("given", ["leaf", "result"])
+def test_in_place_refuses_what_requires_a_gradient(given):
+    x, cos, sin, inverse = arguments()
+    x = x if given == "leaf" else x * 1
+    with pytest.raises(RuntimeError, match="use dsv4::rope, or rope_ on"):
+        rope_(x, cos, sin, inverse)
+
+
+def test_in_place_refuses_it_in_compiled_code_too():
+    x, cos, sin, inverse = arguments()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        rope_(y, cos, sin, inverse)
+        return y
+
+    with pytest.raises(Exception, match="use dsv4::rope, or rope_ on"):
+        step(x)
+
+
+def test_in_place_in_compiled_code_is_the_functional_operator():
+    x, cos, sin, inverse = contract.detached(arguments())
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        rope_(y, cos, sin, inverse)
+        return y
+
+    assert torch.equal(step(x), rope(x + 1, cos, sin, inverse))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from dsv4c.ops import reference
+from dsv4c.ops.sparse_attention import PRUNES
 from dsv4c.ops.visibility import entry_mask
 from tests.ops import contract
 from tests.ops.cases import SEARCH, Packed, dtypes, heads, normal, one_document, pack, packed, seeds
@@ -20,6 +21,7 @@ sparse_attention = torch.ops.dsv4.sparse_attention
 backward = torch.ops.dsv4.sparse_attention_backward
 PACKED = pack([[7, 11], [18]], 4)
 NO_ENTRY = Packed(torch.zeros(2, 7).long(), torch.zeros(2, 0).long(), 0)
+PRUNED = pack([[17, 23], [40]], 2)  # 20 entries: of 2 that are selected, each query gathers its own
 
 
 def choice(at: Packed, k: int, seed: int) -> Tensor:
@@ -52,6 +54,22 @@ def test_operator_equals_its_formula(at, n_heads, width, window, k, dtype, seed)
     contract.assert_equals_formula(sparse_attention, reference.sparse_attention, args)
 
 
+@given(packed((1, 2)), heads, st.integers(1, 2), dtypes, seeds)
+@SEARCH
+def test_operator_equals_its_formula_where_there_are_many_entries_and_few_are_selected(at, n_heads, k, dtype, seed):
+    args = arguments(at, n_heads, k=k, dtype=dtype, seed=seed)
+    contract.assert_equals_formula(sparse_attention, reference.sparse_attention, args)
+
+
+@pytest.mark.parametrize("n_heads", [3, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operator_equals_its_formula_where_each_query_gathers_its_own(n_heads, dtype):
+    """With 128 heads a block is 8 queries, and only the later ones have so many entries before them."""
+    assert PRUNED.entry_end.shape[1] > PRUNES * 2
+    args = arguments(PRUNED, n_heads, k=2, dtype=dtype)
+    contract.assert_equals_formula(sparse_attention, reference.sparse_attention, args)
+
+
 @given(st.integers(1, 3), st.integers(1, 30), heads, st.integers(1, 9), dtypes, seeds)
 @SEARCH
 def test_a_pure_window_equals_its_formula(batch, n_tokens, n_heads, window, dtype, seed):
@@ -66,7 +84,7 @@ def test_formula_has_the_gradient_of_its_finite_differences(k):
     assert torch.autograd.gradcheck(lambda *inputs: reference.sparse_attention(*inputs, *rest), (q, kv, entries, sink))
 
 
-@pytest.mark.parametrize("at", [PACKED, NO_ENTRY])
+@pytest.mark.parametrize("at", [PACKED, NO_ENTRY, PRUNED])
 @pytest.mark.parametrize("k", [None, 2])
 def test_opcheck_finds_nothing(at, k):
     opcheck(sparse_attention.default, arguments(at, k=k))
@@ -78,13 +96,13 @@ def backward_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return torch.ones_like(out), torch.ones_like(lse), *tensors, out, lse, scale, window, ratio
 
 
-@pytest.mark.parametrize("at", [PACKED, NO_ENTRY])
+@pytest.mark.parametrize("at", [PACKED, NO_ENTRY, PRUNED])
 def test_opcheck_finds_nothing_in_the_backward(at):
     opcheck(backward.default, backward_arguments(arguments(at)))
 
 
 @pytest.mark.parametrize("at", [one_document(2, 7, 4), PACKED, NO_ENTRY, one_document(2, 3, 4), one_document(1, 1, 4)])
-@pytest.mark.parametrize("k", [None, 9])
+@pytest.mark.parametrize("k", [None, 1, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_outputs_are_new_contiguous_and_as_the_fake_says(at, k, dtype):
     args = arguments(at, k=k, dtype=dtype)
@@ -100,25 +118,29 @@ def test_bf16_inputs_are_summed_in_fp32_and_rounded_once():
     assert torch.equal(out, wide_out.bfloat16()) and torch.equal(lse, wide_lse)
 
 
+@pytest.mark.parametrize("at", [PACKED, PRUNED])
 @pytest.mark.parametrize("k", [None, 2])
-def test_inputs_of_any_strides(k):
-    contract.assert_takes_any_strides(sparse_attention, arguments(k=k))
+def test_inputs_of_any_strides(at, k):
+    contract.assert_takes_any_strides(sparse_attention, arguments(at, k=k))
 
 
+@pytest.mark.parametrize("at", [PACKED, PRUNED])
 @pytest.mark.parametrize("k", [None, 2])
-def test_incoming_gradients_of_any_strides(k):
-    contract.assert_takes_any_gradient(sparse_attention, arguments(k=k))
+def test_incoming_gradients_of_any_strides(at, k):
+    contract.assert_takes_any_gradient(sparse_attention, arguments(at, k=k))
 
 
+@pytest.mark.parametrize("at", [one_document(2, 36, 4), PRUNED])
 @pytest.mark.parametrize("k", [None, 2])
-def test_same_bits_twice(k):
-    contract.assert_deterministic(sparse_attention, arguments(one_document(2, 36, 4), 128, k=k))
+def test_same_bits_twice(at, k):
+    contract.assert_deterministic(sparse_attention, arguments(at, 128, k=k))
 
 
+@pytest.mark.parametrize("at", [PACKED, PRUNED])
 @pytest.mark.parametrize("poisoned", [0, 1, 2])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_one_bad_row_spoils_no_other(poisoned, value):
-    contract.assert_rows_stay_apart(sparse_attention, arguments(), poisoned, value)
+def test_one_bad_row_spoils_no_other(at, poisoned, value):
+    contract.assert_rows_stay_apart(sparse_attention, arguments(at), poisoned, value)
 
 
 def test_one_bad_query_spoils_no_other():

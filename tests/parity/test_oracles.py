@@ -11,16 +11,14 @@ from torch import Tensor
 from torch.func import functional_call, jacrev, vjp
 
 from dsv4c import DeepseekV4, ops
-from dsv4c.model.compressor import pool
-from dsv4c.model.indexer import distillation
 from dsv4c.model.layout import LayerLayout, layer_layout, rows
-from dsv4c.model.moe import clamped_swiglu, sqrt_softplus
 from dsv4c.model.norms import rms
 from dsv4c.ops import reference
 from tests.parity.models import Batch, distance, tiny
 
 OBJECTIVES = ("lm", "mtp", "seq_balance", "indexer_kl")
 EXACT = 1e-12
+both = pytest.mark.parametrize("which", [reference, ops], ids=["reference", "operator"])
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -98,6 +96,20 @@ def test_an_objective_reaches_what_it_trains_and_nothing_else(pulled_back, objec
 # ---- small formulas: jacrev against the derivative that the specification writes out -------------------------------------
 
 
+def jacobian(which: Any, formula: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """By torch.func through a reference; an operator is differentiated by autograd only."""
+    return jacrev(formula)(x) if which is reference else torch.autograd.functional.jacobian(formula, x)
+
+
+def value_and_pull(which: Any, formula: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, Callable[..., Any]]:
+    """``torch.func.vjp``, by autograd where it is an operator."""
+    if which is reference:
+        return vjp(formula, *inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    value = formula(*leaves)
+    return value.detach(), lambda upstream: torch.autograd.grad(value, leaves, upstream)
+
+
 def test_rms_has_its_written_derivative():
     """``dy_i/dx_j = r delta_ij - r^3 x_i x_j / D``, r = 1/sqrt(mean(x^2) + eps)."""
     x, eps = random(7), 1e-6
@@ -105,26 +117,28 @@ def test_rms_has_its_written_derivative():
     assert distance(jacrev(lambda v: rms(v, eps))(x), r * torch.eye(7).double() - r**3 * x.outer(x) / 7) < EXACT
 
 
-def test_sqrt_softplus_has_its_written_derivative():
+@both
+def test_sqrt_softplus_has_its_written_derivative(which):
     """``ds/dl = sigmoid(l) / (2 s)``, and e^(l/2)/2 where softplus underflows (section 6)."""
     logits = torch.tensor([-700.0, -103.5, -30.0, -20.5, -19.5, -3.0, 0.0, 2.0, 25.0], dtype=torch.float64)
-    slope = jacrev(sqrt_softplus)(logits).diagonal()
+    slope = jacobian(which, lambda x: which.route(x[None], None, None, None, 1, 1.5)[2][0], logits).diagonal()
     # log1p(e^l) in place of softplus, whose linear branch above 20 is 2e-9 off.
     written = logits.sigmoid() / (2 * torch.log1p(logits.exp()).sqrt())
     assert torch.allclose(slope[2:], written[2:], rtol=1e-8, atol=0)
     assert torch.allclose(slope[:2], (logits[:2] / 2).exp() / 2, rtol=1e-12, atol=0)
 
 
-def test_clamped_swiglu_has_its_written_derivative():
+@both
+def test_clamped_swiglu_has_its_written_derivative(which):
     """``dg = u sigma(g) (1 + g (1 - sigma(g)))`` up to the limit, ``du = silu(g)`` inside it, 0 beyond (invariant 27)."""
     limit = 2.0
     g = torch.tensor([-9.0, -1.0, 0.5, 1.9, 2.1, 8.0], dtype=torch.float64)
     u = torch.tensor([0.3, -1.5, -2.5, 2.5, 1.0, -1.0], dtype=torch.float64)
-    jacobian = jacrev(lambda v: clamped_swiglu(v, limit))(torch.cat((g, u)))
+    found = jacobian(which, lambda v: which.swiglu_clamp(v[None], None, limit)[0], torch.cat((g, u)))
     gate, up = g.clamp(max=limit), u.clamp(-limit, limit)
     dg = up * gate.sigmoid() * (1 + gate * (1 - gate.sigmoid())) * (g <= limit)
     du = gate * gate.sigmoid() * (u.abs() <= limit)
-    assert distance(jacobian, torch.cat((dg.diag(), du.diag()), 1)) < EXACT
+    assert distance(found, torch.cat((dg.diag(), du.diag()), 1)) < EXACT
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -171,29 +185,31 @@ def slots(at: LayerLayout, ratio: int, overlap: bool) -> Iterator[tuple[int, int
             yield b, p, found
 
 
+@both
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_compressor_has_its_closed_form_and_derivative(model, batch, overlap):
+def test_the_compressor_has_its_closed_form_and_derivative(model, batch, overlap, which):
     """``da_j = s_j G``, ``de_j = s_j (a_j - entry) G``, dape their sum over windows, half by half."""
     ratio, c = (4, 5) if overlap else (8, 5)
     at = layer_layout(rows(batch.input_ids, batch.document_ids, batch.padding_mask, None), model.config, ratio)
     width = 2 * c if overlap else c
     a, e, ape = random(2, 31, width, seed=1), random(2, 31, width, seed=2), random(ratio, width, seed=3)
-    entries, pull = vjp(lambda *x: pool(*x, at, overlap), a, e, ape)
+    places = at.entry_end, at.entry_has_previous
+    entries, pull = value_and_pull(which, lambda *x: which.compress(*x, *places, overlap), a, e, ape)
     upstream = random(*entries.shape, seed=4)
     upstream[at.entry_end == 31] = 0.0  # what no document has is nobody's entry
     da, de, dape = torch.zeros_like(a), torch.zeros_like(e), torch.zeros_like(ape)
     for b, p, of_entry in slots(at, ratio, overlap):
         t, j = [s[0] for s in of_entry], [s[1] for s in of_entry]
         half = torch.stack([torch.arange(c) + (0 if previous or not overlap else c) for *_, previous in of_entry])
-        rows_, places = torch.tensor(t)[:, None], torch.tensor(j)[:, None]
+        rows_, slot = torch.tensor(t)[:, None], torch.tensor(j)[:, None]
         values = a[b][rows_, half]
-        weights = (e[b][rows_, half] + ape[places, half]).softmax(0)
+        weights = (e[b][rows_, half] + ape[slot, half]).softmax(0)
         entry = (weights * values).sum(0)
         assert distance(entries[b, p], entry) < EXACT
         da[b].index_put_((rows_, half), weights * upstream[b, p], accumulate=True)
         slope = weights * (values - entry) * upstream[b, p]
         de[b].index_put_((rows_, half), slope, accumulate=True)
-        dape.index_put_((places, half), slope, accumulate=True)
+        dape.index_put_((slot, half), slope, accumulate=True)
     for found, written in zip(pull(upstream), (da, de, dape), strict=True):
         assert written.any() and distance(found, written) < EXACT
 
@@ -235,7 +251,8 @@ def test_attention_has_its_written_derivative():
         assert distance(found, expected) < EXACT
 
 
-def test_the_indexer_loss_has_the_gradient_student_minus_teacher():
+@both
+def test_the_indexer_loss_has_the_gradient_student_minus_teacher(which):
     """``dL/dI = (Y - T)/(B S)``; rows sum to 0, a row without entries and a padded one get nothing (invariant 22)."""
     batch, n_tokens, k = 2, 6, 4
     ids = torch.arange(k).expand(batch, n_tokens, k).clone()
@@ -244,18 +261,19 @@ def test_the_indexer_loss_has_the_gradient_student_minus_teacher():
     teacher = random(batch, n_tokens, k, seed=1).masked_fill(ids < 0, float("-inf")).softmax(-1).nan_to_num()
     real = torch.ones(batch, n_tokens, dtype=torch.bool)
     real[1, 5] = False
-    slope = jacrev(lambda x: distillation(teacher, ids, x, real) / (batch * n_tokens))(scores)
+    slope = jacobian(which, lambda x: which.indexer_kl(teacher, x, real)[0] / (batch * n_tokens), scores)
     written = (scores.softmax(-1).nan_to_num() - teacher) / (batch * n_tokens) * real[..., None]
     assert slope.isfinite().all() and not slope[ids < 0].any() and not slope[1, 5].any()
     assert distance(slope, written) < 1e-8  # the guards of 1e-10 inside the logarithms
     assert slope.sum(-1).abs().max() < 1e-10
 
 
-def test_a_student_equal_to_its_teacher_up_to_a_constant_has_learned_all():
+@both
+def test_a_student_equal_to_its_teacher_up_to_a_constant_has_learned_all(which):
     """Invariant 22: KL = 0 for I = log T + const."""
     teacher = random(1, 5, 4).softmax(-1)
-    ids, real = torch.zeros(1, 5, 4, dtype=torch.int64), torch.ones(1, 5, dtype=torch.bool)
-    loss = distillation(teacher, ids, teacher.log() + 3.0, real)
-    slope = jacrev(lambda x: distillation(teacher, ids, x, real))(teacher.log() + 3.0)
+    real = torch.ones(1, 5, dtype=torch.bool)
+    loss, _ = which.indexer_kl(teacher, teacher.log() + 3.0, real)
+    slope = jacobian(which, lambda x: which.indexer_kl(teacher, x, real)[0], teacher.log() + 3.0)
     assert abs(float(loss)) < 1e-14 and slope.abs().max() < 1e-9
-    assert distillation(teacher, ids, random(1, 5, 4, seed=2), real) > 0
+    assert which.indexer_kl(teacher, random(1, 5, 4, seed=2), real)[0] > 0

@@ -4,6 +4,7 @@ assembly.  ``-s`` prints the table of registers, local memory, occupancy and ins
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ FLASH = {"n_tokens": 4096, "n_entries": 1024, "n_keys": 1024, "n_chosen": 512, "
          "ids_stride": 1024, "chosen_stride": 1024, "first_query": 1024, "n_queries": 1024}  # fmt: skip
 PLAN, WIDE_PLAN = (sparse_attention.PLANS["hip", itemsize] for itemsize in (2, 4))
 ATTENTION, WIDE = (sparse_attention.tiles(64, 512, plan.heads) for plan in (PLAN, WIDE_PLAN))
-INDEXER = indexer_topk.tiles(64, 128)
 BY_ID, BY_MASK, ALL = (
     {"GATHER": gather, "MASKED": masked, "MAX_CHOSEN": 512 if gather else 1}
     for gather, masked in ((True, False), (False, True), (False, False))
@@ -40,6 +40,7 @@ KEYS = {
     **{name: ATTENTION[name] for name in ("width", "BLOCK_C", "N_CHUNKS")},
     "BLOCK_K": PLAN.keys,
     "BLOCK_R": sparse_attention_backward.BLOCK_R,
+    "ONE_QUERY": True,
 }
 FP32 = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
 
@@ -52,54 +53,59 @@ class Case(NamedTuple):
     num_warps: int = 4
 
 
+def _attention(name: str, rotary: int) -> dict[str, Case]:
+    forward, dq, dkv = (
+        sparse_attention._forward_kernel, sparse_attention_backward._dq_kernel, sparse_attention_backward._dkv_kernel
+    )  # fmt: skip
+    rope, window, entries = {"ROPE": rotary}, {"WINDOW": True, "MASKED": False}, {"WINDOW": False, "MASKED": True}
+    return {
+        f"{name}, by id": Case(forward, ATTENTION | BY_ID | rope, PLAN.forward),
+        f"{name}, by mask": Case(forward, ATTENTION | BY_MASK | rope, PLAN.forward, {"ids": "*u8"}),
+        f"{name}, all": Case(forward, ATTENTION | ALL | rope, PLAN.forward),
+        f"{name} dq, by id": Case(dq, ATTENTION | BY_ID | rope, PLAN.dq),
+        f"{name} dq, by mask": Case(dq, ATTENTION | BY_MASK | rope, PLAN.dq, {"ids": "*u8"}),
+        f"{name} dkv, window": Case(dkv, KEYS | window | rope, PLAN.dkv),
+        f"{name} dkv, entries": Case(dkv, KEYS | entries | rope, PLAN.dkv),
+        f"{name}, by mask, fp32": Case(forward, WIDE | BY_MASK | rope, WIDE_PLAN.forward, FP32 | {"ids": "*u8"}),
+        f"{name} dq, by id, fp32": Case(dq, WIDE | BY_ID | rope, WIDE_PLAN.dq, FP32),
+        f"{name} dkv, entries, fp32": Case(dkv, KEYS | entries | rope | {"BLOCK_K": WIDE_PLAN.keys}, WIDE_PLAN.dkv, FP32),
+    }
+
+
+def _indexer(name: str, rotary: int) -> dict[str, Case]:
+    tiles = indexer_topk.tiles(64, 128, rotary) | {"ROPE": rotary}
+    topk = tiles | {"BLOCK_N": indexer_topk.BLOCK_N, "KEPT": 512}
+    dq = tiles | {"BLOCK_N": indexer_topk_backward.BLOCK_N, "MAX_CHOSEN": 512}
+    dk = [tiles | {"BLOCK_K": indexer_topk_backward.BLOCK_K[itemsize]} for itemsize in (2, 4)]
+    return {
+        name: Case(indexer_topk._topk_kernel, topk, 1),
+        f"{name} dq": Case(indexer_topk_backward._dq_kernel, dq, 2, {"grad": "*fp32"}),
+        f"{name} dk": Case(indexer_topk_backward._dk_kernel, dk[0], 1, num_warps=8),
+        f"{name}, fp32": Case(indexer_topk._topk_kernel, topk, 1, FP32),
+        f"{name} dq, fp32": Case(indexer_topk_backward._dq_kernel, dq, 2, FP32),
+        f"{name} dk, fp32": Case(indexer_topk_backward._dk_kernel, dk[1], 1, FP32, num_warps=8),
+    }
+
+
+TAIL = {"score": "*fp32", "real": "*i1", "loss": "*fp32", "out": "*fp32"}
+NO_TAIL = dict.fromkeys(("score_ptr", "real_ptr", "loss_ptr"))
 CASES = {
     "indexer_kl_target, joint": Case(
-        indexer_kl_target._target_kernel, indexer_kl_target.constants(64, 512, 512, True), 2
+        indexer_kl_target._target_kernel, indexer_kl_target.constants(64, 512, 512, True) | NO_TAIL, 2
     ),
     "indexer_kl_target, selected": Case(
-        indexer_kl_target._target_kernel, indexer_kl_target.constants(64, 512, 512, False), 2
+        indexer_kl_target._target_kernel, indexer_kl_target.constants(64, 512, 512, False) | NO_TAIL, 2
     ),
-    "sparse_attention, by id": Case(
-        sparse_attention._forward_kernel, ATTENTION | BY_ID | {"ROPE": 64}, PLAN.forward
+    "indexer_distillation, joint": Case(
+        indexer_kl_target._target_kernel, indexer_kl_target.constants(64, 512, 512, True, True), 2, TAIL
     ),
-    "sparse_attention, by mask": Case(
-        sparse_attention._forward_kernel, ATTENTION | BY_MASK | {"ROPE": 64}, PLAN.forward, {"ids": "*u8"}
+    "indexer_distillation, selected": Case(
+        indexer_kl_target._target_kernel, indexer_kl_target.constants(64, 512, 512, False, True), 2, TAIL
     ),
-    "sparse_attention, all": Case(
-        sparse_attention._forward_kernel, ATTENTION | ALL | {"ROPE": 0}, PLAN.forward
-    ),
-    "sparse_attention dq, by id": Case(
-        sparse_attention_backward._dq_kernel, ATTENTION | BY_ID | {"ROPE": 64}, PLAN.dq
-    ),
-    "sparse_attention dq, by mask": Case(
-        sparse_attention_backward._dq_kernel, ATTENTION | BY_MASK | {"ROPE": 64}, PLAN.dq, {"ids": "*u8"}
-    ),
-    "sparse_attention dkv, window": Case(
-        sparse_attention_backward._dkv_kernel, KEYS | {"ROPE": 64, "WINDOW": True, "MASKED": False}, PLAN.dkv
-    ),
-    "sparse_attention dkv, entries": Case(
-        sparse_attention_backward._dkv_kernel, KEYS | {"ROPE": 64, "WINDOW": False, "MASKED": True}, PLAN.dkv
-    ),
-    "sparse_attention, by mask, fp32": Case(
-        sparse_attention._forward_kernel, WIDE | BY_MASK | {"ROPE": 64}, WIDE_PLAN.forward, FP32 | {"ids": "*u8"}
-    ),
-    "sparse_attention dq, by id, fp32": Case(
-        sparse_attention_backward._dq_kernel, WIDE | BY_ID | {"ROPE": 64}, WIDE_PLAN.dq, FP32
-    ),
-    "sparse_attention dkv, entries, fp32": Case(
-        sparse_attention_backward._dkv_kernel,
-        KEYS | {"ROPE": 64, "WINDOW": False, "MASKED": True, "BLOCK_K": WIDE_PLAN.keys}, WIDE_PLAN.dkv, FP32,
-    ),
-    "indexer_topk": Case(
-        indexer_topk._topk_kernel, INDEXER | {"BLOCK_N": indexer_topk.BLOCK_N, "KEPT": 512}, 1
-    ),
-    "indexer_topk dq": Case(
-        indexer_topk_backward._dq_kernel, INDEXER | {"BLOCK_N": indexer_topk_backward.BLOCK_N, "MAX_CHOSEN": 512}, 2,
-        {"grad": "*fp32"},
-    ),
-    "indexer_topk dk": Case(
-        indexer_topk_backward._dk_kernel, INDEXER | {"BLOCK_K": indexer_topk_backward.BLOCK_K[2]}, 1, num_warps=8
-    ),
+    **_attention("sparse_attention", 0),
+    **_attention("sparse_attention_derotated", 64),
+    **_indexer("indexer_topk", 0),
+    **_indexer("indexer_select", 64),
 }  # fmt: skip
 EVERY_CASE = pytest.mark.parametrize("name", CASES)
 EVERY_TARGET = pytest.mark.parametrize("target", TARGETS)
@@ -149,6 +155,31 @@ def test_the_kl_target_spills_no_scalar_register_and_spends_its_loop_on_products
     inner = k.loops[-1].instructions
     others = (sum(inner.values()) - inner["mfma"]) / inner["mfma"]
     assert others <= (12 if target == "gfx942" else 24)
+
+
+ROTATING = {"sparse_attention": "sparse_attention_derotated", "indexer_topk": "indexer_select"}
+
+
+@pytest.mark.parametrize("plain", ROTATING)
+def test_a_rotation_takes_no_kernel_of_its_own(plain):
+    kernels = [[c.kernel for name, c in CASES.items() if re.match(rf"{x}\b", name)] for x in (plain, ROTATING[plain])]
+    assert kernels[0] == kernels[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "widths"),
+    [
+        (sparse_attention, (64, 512, 1024, 512, 128)),
+        (sparse_attention_backward, (64, 512, 1024, 512, 128)),
+        (indexer_topk, (64, 128, 1024, 512)),
+        (indexer_topk_backward, (64, 128, 1024, 512)),
+    ],
+)
+def test_a_rotation_costs_at_most_a_hundredth_of_the_bytes(module, widths):
+    """Section 5b of performance.md. As a kernel of its own, in place, it would move 68.2 MB of attention's output."""
+    plain, rotating = (module.bytes_moved(1, 4096, *widths, rotary=rotary) for rotary in (0, 64))
+    print(f"\n{module.__name__.rpartition('.')[2]:>26}: {plain} -> {rotating} bytes")
+    assert all(plain[part] <= rotating[part] <= 1.01 * plain[part] for part in plain)
 
 
 def test_table_of_registers_local_memory_occupancy_and_instructions():
