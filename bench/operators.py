@@ -278,13 +278,13 @@ def difference(ours: Any, theirs: Any) -> float:
 
 
 def _row(c: Comparison, repeats: int) -> dict[str, Any]:
-    results = c.results or (c.ours, *c.peers.values())
-    first = results[0]()
-    for peer in results[1:]:
-        off = difference(first, peer())
+    first, *others = c.results or (c.ours, *c.peers.values())
+    result = first()
+    for other in others:
+        off = difference(result, other())
         if not off <= SAME:
             raise AssertionError(f"{c.name}: the sides differ by {off:.1e}, more than {SAME}")
-    del first
+    del result
     seconds = processor_seconds(
         {"dsv4c": c.ours, **c.peers, **({c.floor[0]: c.floor[1]} if c.floor else {})}, repeats=repeats
     )

@@ -25,9 +25,12 @@ has no autograd formula:
 ============================== ==============================================================================
 ``sparse_attention_derotated`` ``sparse_attention`` and the inverse ``rope`` of its output, which is all it saves
 ``indexer_select``             ``rope`` of the queries, the scaling of the weights and ``indexer_topk``
+``indexer_distillation``       ``indexer_kl_target`` and ``indexer_kl``; the teacher is never written
+``hc_post_pre``                ``hc_post`` of a block and ``hc_pre`` of the next, which reads the new streams as they arise
 ============================== ==============================================================================
 
-The model calls the first six; for the others it still has the plain torch that Inductor fuses. Triton kernels are in
+The model calls all but ``sinkhorn``, which ``hc_pre`` has inside.  ``rope_`` is ``rope`` written into its input, for a caller
+who gives that up.  Kernels for a CPU that vectorised torch cannot make fast are in :mod:`dsv4c.ops.cpp`, those for GPUs in
 :mod:`dsv4c.ops.triton`.
 
 ``DSV4_OPS=reference`` in the environment, or :func:`use_reference`, makes the model run on the references instead: they are
@@ -44,6 +47,7 @@ from typing import Any
 from dsv4c.ops import compress as _compress
 from dsv4c.ops import grouped_mm as _grouped_mm
 from dsv4c.ops import hadamard as _hadamard
+from dsv4c.ops import hc_post_pre as _hc_post_pre
 from dsv4c.ops import hyper_connection as _hyper_connection
 from dsv4c.ops import indexer_distillation as _indexer_distillation
 from dsv4c.ops import indexer_kl as _indexer_kl
@@ -100,12 +104,14 @@ grouped_mm = _either(_grouped_mm.grouped_mm, reference.grouped_mm)
 indexer_select = _indexer_select.indexer_select
 sparse_attention_derotated = _sparse_attention_derotated.sparse_attention_derotated
 indexer_distillation = _indexer_distillation.indexer_distillation
+hc_post_pre = _hc_post_pre.hc_post_pre
 
 __all__ = [
     "compress",
     "grouped_mm",
     "hadamard",
     "hc_post",
+    "hc_post_pre",
     "hc_pre",
     "indexer_distillation",
     "indexer_kl",

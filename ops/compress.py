@@ -150,8 +150,9 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # autog
 
 
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]  # autograd context
-    dvalues, dlogits, dape = compress_backward(grad, *ctx.saved_tensors, ctx.overlap)
-    return dvalues, dlogits, dape.to(ctx.saved_tensors[2].dtype), None, None, None
+    saved = ctx.saved_tensors  # read once: recomputation hands them out one time
+    dvalues, dlogits, dape = compress_backward(grad, *saved, ctx.overlap)
+    return dvalues, dlogits, dape.to(saved[2].dtype), None, None, None
 
 
 compress.register_autograd(_backward, setup_context=_save)

@@ -68,8 +68,8 @@ def plain_backward(
         *_as(acc, fn, base, scale, z, rstd),
     )  # fmt: skip
     cpp.call("hc_post_pre_backward", acc, stored, *tensors, *gradients, rstd.numel(), streams.shape[-1], iters, eps)
-    dy, dx, dpost, dcomb, *parameters = gradients
-    return (dy, dx, dpost.to(post.dtype), dcomb.to(comb.dtype), *parameters)
+    dy, dx, dpost, dcomb, dfn, dbase, dscale = gradients
+    return dy, dx, dpost.to(post.dtype), dcomb.to(comb.dtype), dfn, dbase, dscale
 
 
 @torch.library.custom_op("dsv4::hc_post_pre", mutates_args=())

@@ -7,6 +7,8 @@ norm: 25 numbers a token at n = 4; the backward runs the 20 normalisations again
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,11 +36,12 @@ def plain_pre(
 ) -> Pre:  # fmt: skip
     """hc_pre without the dispatcher around it: in C++, or by its formula for other n and on other devices."""
     (n, width), batch, acc = streams.shape[-2:], streams.shape[:-2], accumulator(streams, fn)
+    fn, base, scale = _as(acc, fn, base, scale)
     if not in_cpp(streams, n, acc):
         with no_autocast(streams):
-            u, post, comb, z, rstd = formulas.hc_pre(streams, *_as(acc, fn, base, scale), iters, eps, norm_eps)
+            u, post, comb, z, rstd = formulas.hc_pre(streams, fn, base, scale, iters, eps, norm_eps)
         return u.contiguous(), post.contiguous(), comb.contiguous(), z.contiguous(), rstd.contiguous()
-    x, fn, base, scale = streams.reshape(-1, n * width), *_as(acc, fn, base, scale)
+    x = streams.reshape(-1, n * width)
     u, rstd = torch.empty((len(x), width), dtype=x.dtype), torch.empty(len(x), dtype=acc)
     post, comb, z = (torch.empty((len(x), size), dtype=acc) for size in (n, n * n, len(fn)))
     step = max(len(x), 1) if x.dtype == acc else max(8, _BLOCK // max(x.shape[1], 1))
@@ -61,9 +64,10 @@ def plain_pre_backward(
     parameters = _as(acc, fn, base, scale)
     if not in_cpp(streams, n, acc):
         v = streams.to(acc)
-        norm_eps = rstd.pow(-2) - v.flatten(-2).square().mean(-1)  # the one that the saved norm was computed with
+        # By token, as the saved norm was computed.
+        norm_eps: Any = rstd.pow(-2) - v.flatten(-2).square().mean(-1)
         gradients = formula_gradients(
-            lambda *inputs: formulas.hc_pre(*inputs, iters, eps, norm_eps)[:3], (v, *parameters),
+            lambda x, f, b, s: formulas.hc_pre(x, f, b, s, iters, eps, norm_eps)[:3], (v, *parameters),
             (grad.to(acc), grad_post.to(acc), grad_comb.to(acc)),
         )  # fmt: skip
         dx, dfn, dbase, dscale = (g.contiguous() for g in gradients)

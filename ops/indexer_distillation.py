@@ -6,6 +6,8 @@ of its own.  A block of queries goes from logits to gradient while it is in the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,23 +15,38 @@ from dsv4c.ops.indexer_kl import divergence
 from dsv4c.ops.precision import accumulator, no_autocast
 from dsv4c.ops.visibility import NOWHERE, complete_windows, query_blocks, selected_mask
 
+_ROWS = 512  # of logits at a time: they stay in a core's cache until they are summed
+_AT_ONCE = 1 << 15  # elements of the teacher, or up to a block more, that the tail takes from the cache
 
-def teacher(q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | None, scale: float) -> Tensor:
-    """T [B,T,K] of a block of queries, of which none chose an entry behind these; in the entries' dtype.
 
-    See :func:`dsv4c.ops.indexer_kl_target.indexer_kl_target`.
-    """
-    (batch, n_queries, heads, width), n = q.shape, entries.shape[1]
-    if n == 0:
-        return torch.zeros(ids.shape, dtype=entries.dtype, device=q.device)
-    queries = q.to(entries.dtype).reshape(batch, -1, width) * scale
-    z = torch.bmm(queries, entries.mT).view(batch, n_queries, heads, n)
-    z.masked_fill_(~selected_mask(ids.clamp(max=n), n)[:, :, None, :], NOWHERE)
-    # A row without entries has no finite logit; zero in place of its -inf maximum keeps NaN out.
-    full = z.logsumexp(-1).nan_to_num_(neginf=0.0) if lse is None else lse.to(z.dtype)
-    mass = z.sub_(full[..., None]).exp_().sum(2)
-    mass /= mass.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return mass.gather(-1, ids.clamp(0, n - 1)).masked_fill_(ids < 0, 0.0)
+def teachers(
+    q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | None, scale: float, ratio: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Of one block of queries after the other its end, and its T [B,T,K] (:mod:`dsv4c.ops.indexer_kl_target`)."""
+    acc = accumulator(q, entries)
+    batch, n_tokens, heads, width = q.shape
+    blocks = query_blocks(n_tokens, heads, _ROWS)
+    space = torch.empty(batch * blocks[0][1] * heads * entries.shape[1] if blocks else 0, dtype=acc, device=q.device)
+    for first, last in blocks:
+        chosen, n = ids[:, first:last], complete_windows(last, ratio, entries.shape[1])
+        if n == 0:
+            yield last, torch.zeros(chosen.shape, dtype=acc, device=q.device)
+            continue
+        queries, keys = q[:, first:last].to(acc).reshape(batch, -1, width), entries[:, :n].to(acc).mT
+        z = space[: batch * (last - first) * heads * n].view(batch, -1, n)
+        torch.baddbmm(z, queries, keys, beta=0, alpha=scale, out=z)
+        z = z.view(batch, last - first, heads, n)
+        if lse is None:
+            z.masked_fill_(~selected_mask(chosen.clamp(max=n), n)[:, :, None, :], NOWHERE)
+            # A row without entries has no finite logit; zero in place of its -inf maximum keeps NaN out.
+            full = z.logsumexp(-1).nan_to_num_(neginf=0.0)
+        else:
+            full = lse[:, first:last].to(acc)
+        # The mass of an entry that was not selected may be infinite: it is not looked at.
+        mass = z.sub_(full[..., None]).exp_().sum(2)
+        picked = mass.gather(-1, chosen.clamp(0, n - 1)).masked_fill_((chosen < 0) | (chosen >= n), 0.0)
+        picked /= picked.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        yield last, picked
 
 
 def plain(
@@ -39,14 +56,15 @@ def plain(
     acc = accumulator(q, entries, scores)
     loss = torch.zeros((), dtype=acc, device=q.device)
     dscores = torch.empty(scores.shape, dtype=acc, device=q.device)
-    n_tokens, heads = q.shape[1:3]
-    pool = entries.to(accumulator(q, entries))
+    some: list[Tensor] = []  # teachers of the queries from `first` on
+    first, n_tokens = 0, q.shape[1]
     with no_autocast(q):
-        for first, last in query_blocks(n_tokens, heads) if dscores.numel() else ():
-            block = slice(first, last)
-            visible = pool[:, : complete_windows(last, ratio, pool.shape[1])]
-            target = teacher(q[:, block], visible, ids[:, block], None if lse is None else lse[:, block], scale)
-            loss += divergence(target, scores[:, block], real[:, block], dscores[:, block])
+        for last, target in teachers(q, entries, ids, lse, scale, ratio) if dscores.numel() else ():
+            some.append(target)
+            if last == n_tokens or sum(t.numel() for t in some) >= _AT_ONCE:
+                block = slice(first, last)
+                loss += divergence(torch.cat(some, 1), scores[:, block], real[:, block], dscores[:, block])
+                first, some = last, []
     return loss, dscores
 
 

@@ -1,8 +1,9 @@
 """``dsv4::rope`` and ``dsv4::rope_``: partial interleaved rotation of the last channels (specification, section 2).
 
 A rotation is orthogonal: its backward is the inverse rotation of the gradient, by the same operator.  Most of what the
-functional operator does is to copy the channels that do not turn; where the caller gives x up, ``rope_`` moves the others only.
-The CPU kernel is C++ (:mod:`dsv4c.ops.cpp`): as a product of complex numbers in torch, ``rope_`` took 1.6 to 2.8 times as long.
+functional operator does is to copy the channels that do not turn; where the caller gives x up, ``rope_`` moves the others
+only.  The CPU kernel is C++ (:mod:`dsv4c.ops.cpp`): as a product of complex numbers in torch ``rope_`` took 1.6 to 2.8 times
+as long.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> No
         if out is not x:
             out[..., :plain] = x[..., :plain]
         angle = torch.complex(cos, sin.neg() if inverse else sin)[:, :, None]
-        wide = torch.empty(pairs.unflatten(-1, (-1, 2)).shape, dtype=acc, device=x.device).copy_(pairs.unflatten(-1, (-1, 2)))
+        wide = torch.empty((*pairs.shape[:-1], cos.shape[-1], 2), dtype=acc, device=x.device)
+        wide.copy_(pairs.unflatten(-1, (-1, 2)))
         turned.copy_(torch.view_as_real(torch.view_as_complex(wide).mul_(angle)).flatten(-2))
 
 

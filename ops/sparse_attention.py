@@ -23,6 +23,7 @@ from dsv4c.ops.visibility import complete_windows, query_blocks
 
 ROWS = 256  # of queries times heads in a block: the logits of a block stay in cache
 PRUNES = 6  # entries before a block for each one selected, at which gathering begins to pay
+Table = tuple[Tensor, Tensor]  # cos and sin [B,S,r/2]
 
 
 class _Block(NamedTuple):
@@ -82,9 +83,6 @@ def _blocks(
         )  # fmt: skip
         block = _Block(slice(first, last), slice(low, last), queries, keys, own, places, q, facts)
         yield block._replace(z=block.product(queries, heads))
-
-
-Table = tuple[Tensor, Tensor]  # cos and sin [B,S,r/2]
 
 
 def _turn(block: Tensor, table: Table, t: slice, inverse: bool) -> None:

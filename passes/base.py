@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch.fx import Graph, GraphModule
 
 from dsv4c.passes.graph import op_name
 from dsv4c.passes.verify.subject import Subject
 
-Make = Callable[[], Subject]
-"""Reads a graph anew: a fusion puts other nodes in the place of gradients and outputs."""
+View = Callable[[GraphModule], GraphModule]
+
+
+class Make(Protocol):
+    """Reads a graph anew, or what ``view`` makes of it: a fusion puts other nodes in the place of gradients and outputs."""
+
+    def __call__(self, view: View | None = None) -> Subject: ...
 
 
 @dataclass(frozen=True)

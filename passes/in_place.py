@@ -53,4 +53,6 @@ def _run(make: Make) -> Did:
     return Did({"": place(make().graph.graph)})
 
 
-PASS = Pass("rope-in-place", "place", "a rotation whose input nobody else reads overwrites it", ("forward", "backward"), _run)
+PASS = Pass(
+    "rope-in-place", "place", "a rotation whose input nobody else reads overwrites it", ("forward", "backward"), _run
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -76,18 +76,29 @@ def where(node: Node) -> str:
     return f"{module} ({line})" if module and line else module or line or f"node {node.name}"
 
 
-def variable(frame: Frame | None, but: Collection[str] = ()) -> str:
-    """The first variable that a line reads: an argument of its function if it reads one, else a local; empty if none."""
-    if frame is None:
+def variable(frame: Frame | None, made: Node | None = None) -> str:
+    """The variable of a line that holds the value ``made``: one assigned where the value was made, else one computed from
+    such a one, else the first argument of the function that the line reads, else the first local; empty if none."""
+    function = _function_at(frame.file, frame.line) if frame is not None else None
+    if frame is None or function is None:
         return ""
-    function = _function_at(frame.file, frame.line)
-    if function is None:
-        return ""
+    lines = {f.line for f in frames(made) if f.file == frame.file} if made is not None else set()
+    names = [n for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    here, assigned = {n.id for n in names if n.lineno in lines}, {n.id for n in names}
     arguments = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
-    parameters = {a.arg for a in arguments} - {"self", "cls"} - set(but)
-    read = [n for n in _reads(function, frame.line) if n not in but]
-    assigned = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return next((n for n in read if n in parameters), next((n for n in read if n in assigned), ""))
+    parameters = {a.arg for a in arguments} - {"self", "cls"}
+    read = list(_reads(function, frame.line))
+    preferred = (here, _computed_from(function, here), parameters, assigned)
+    return next((n for known in preferred for n in read if n in known), "")
+
+
+def _computed_from(function: ast.FunctionDef, names: set[str]) -> set[str]:
+    found: set[str] = set(names)
+    for _ in range(3):  # assignments may stand in any order
+        for step in (n for n in ast.walk(function) if isinstance(n, ast.Assign)):
+            if any(isinstance(n, ast.Name) and n.id in found for n in ast.walk(step.value)):
+                found |= {n.id for t in step.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+    return found if names else set()
 
 
 def _reads(function: ast.FunctionDef, line: int) -> Iterator[str]:

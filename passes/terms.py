@@ -48,8 +48,9 @@ def constant(item: Any) -> float | None:
     node = bare(item)
     if node.op == "get_attr":
         held = getattr(node.graph.owning_module, str(node.target), None)
-        known = isinstance(held, Tensor) and held.dim() == 0 and type(held) is Tensor and not held.is_meta
-        return float(held) if known else None
+        if type(held) is Tensor and held.dim() == 0 and not held.is_meta:  # a fake tensor has no value
+            return float(held)
+        return None
     index = _CONSTANTS.get(op_name(node)) if node.op == "call_function" else None
     return constant(node.args[index]) if index is not None and len(node.args) > index else None
 

@@ -49,9 +49,7 @@ def step(
     from dsv4c.bench.step import compare_step
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        r = compare_step(
-            preset, seq_len=seq_len, batch_size=batch_size, repeats=repeats, threads=threads, progress=progress
-        )
+        r = compare_step(preset, seq_len=seq_len, batch_size=batch_size, repeats=repeats, threads=threads, progress=progress)
     rows = [(n, f"{r['seconds'][n]:.3f}", f"{r['peak_bytes'][n] / 1e6:,.0f}") for n in ("dsv4c", "transformers")]
     rows.append(("ratio", f"{r['speedup']:.2f}x faster", f"{r['memory_ratio']:.2f}x the memory"))
     title = f"{preset}, {r['parameters']:,} parameters, S={seq_len}"

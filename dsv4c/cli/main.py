@@ -52,7 +52,10 @@ def main() -> None:
         where = f"\n  where:   {error.filename}" if error.filename else ""
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error.strerror or error) + where)}")
         sys.exit(2)
-    except Dsv4Error as error:
-        kind = "error" if error.exit_status == 2 else type(error).__name__
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]{kind}:[/] {escape(str(error))}", highlight=False)
-        sys.exit(error.exit_status)
+    except Exception as raised:
+        ours = raised if isinstance(raised, Dsv4Error) else getattr(raised, "inner_exception", None)
+        if not isinstance(ours, Dsv4Error):  # what a pass raises, torch.compile wraps
+            raise
+        kind = "error" if ours.exit_status == 2 else type(ours).__name__
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]{kind}:[/] {escape(str(ours))}", highlight=False)
+        sys.exit(ours.exit_status)

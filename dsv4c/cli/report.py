@@ -19,7 +19,7 @@ from rich.console import Console
 from dsv4c.cli import report_figures as figures
 from dsv4c.errors import DataError
 from dsv4c.train.checkpoint import list_checkpoints
-from dsv4c.train.log import LOG, RUN, read_log
+from dsv4c.train.log import LOG, PASSES, RUN, read_log
 
 PAGE = "report.html"
 TEMPLATE = "report.html.j2"
@@ -50,6 +50,7 @@ def write_report(run_dir: str | Path) -> Path:
         nonfinite=[(r["step"], r["nonfinite"]) for r in records if r.get("nonfinite")],
         checkpoints=[(p.name, _size(p)) for p in list_checkpoints(folder / "checkpoints")],
         sections=figures.sections(records),
+        regions=_read_regions(folder),
         written=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     path = folder / PAGE
@@ -103,6 +104,15 @@ def _read_records(folder: Path) -> list[dict[str, Any]]:
             "the run has logged nothing yet", where=str(path), do="wait for its first log line, then report again"
         )
     return records
+
+
+def _read_regions(folder: Path) -> list[dict[str, Any]]:
+    """What the passes did to each compiled region; nothing where the run was not compiled."""
+    path = folder / PASSES
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]  # a run that was killed may end within a line
 
 
 def _size(folder: Path) -> str:

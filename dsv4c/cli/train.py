@@ -61,6 +61,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Model setting key=value; may be repeated.")] = None,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = True,
+    only: Annotated[list[str] | None, typer.Option(help="Of the graph passes run this one alone; may be repeated.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Leave this graph pass out; may be repeated.")] = None,
+    until: Annotated[str, typer.Option(help="Run the graph passes up to and including this one.")] = "",
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
     decay: Annotated[str, typer.Option(help="cosine, linear or constant.")] = "cosine",
@@ -75,9 +78,7 @@ def train(
     mtp_coef_after_decay: Annotated[
         float | None, typer.Option(help="MTP coefficient once the learning rate decays. [default: unchanged]")
     ] = None,
-    stages: Annotated[
-        str, typer.Option(help="Stages in order: dense:STEPS,indexer_warmup:STEPS@LR,sparse.")
-    ] = "sparse",
+    stages: Annotated[str, typer.Option(help="Stages in order: dense:STEPS,indexer_warmup:STEPS@LR,sparse.")] = "sparse",
     recompute: Annotated[
         str, typer.Option(help="Activation checkpointing: off, all, or layer indices such as 0,1,5.")
     ] = "off",
@@ -111,6 +112,7 @@ def train(
             dtype=dtype, seed=seed, optim=optim, decay=decay, decay_start=decay_start,
             mtp_coef_after_decay=mtp_coef_after_decay, stages=stages, out=str(out),
             cache_dir=str(cache_dir) if cache_dir else None, resume=resume, compile=compile, recompute=recompute,
+            only=tuple(only or ()), skip=tuple(skip or ()), until=until,
             log_every=log_every, save_every=save_every, keep=keep,
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **chosen,
         ),

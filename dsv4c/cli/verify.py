@@ -69,7 +69,9 @@ def _print(report: Report, title: str, cost: dict[str, Any]) -> None:
     for name in report.rules:
         wrong = sum(v.rule == name for v in report.violations)
         places = report.checked.get(name, 0)
-        verdict = f"[red]{wrong} violation{'s' * (wrong > 1)}[/]" if wrong else "[green]proved[/]" if places else "nothing to see"
+        verdict = (
+            f"[red]{wrong} violation{'s' * (wrong > 1)}[/]" if wrong else "[green]proved[/]" if places else "nothing to see"
+        )
         table.add_row(name, RULES[name].proves, f"{places:,}", verdict)
     console.print(table)
     for line in report.notes:

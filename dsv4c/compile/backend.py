@@ -24,7 +24,7 @@ from dsv4c.compile.capture import reduced_precision
 from dsv4c.errors import ConfigError
 from dsv4c.model.objectives import POLICIES
 from dsv4c.model.transformer import DeepseekV4, output_loss
-from dsv4c.passes.base import Record
+from dsv4c.passes.base import Record, View
 from dsv4c.passes.identity import identity
 from dsv4c.passes.manager import DEFAULT, Passes, run
 from dsv4c.passes.verify import RULES
@@ -54,6 +54,15 @@ class Region:
     cached: bool
     records: tuple[Record, ...]
 
+    def __str__(self) -> str:
+        proved = f"proved by {len(self.rules)} rules" if self.rules else "NOT verified"
+        if self.cached:
+            return f"{self.name}: {proved}, found in the cache under {self.identity[:12]}"
+        fused = [
+            f"{r.name} {max(r.matches.values())}x" for r in self.records if r.kind == "fuse" and any(r.matches.values())
+        ]
+        return f"{self.name}: {proved}; {', '.join(fused) or 'nothing to fuse'}"
+
 
 @dataclass
 class Backend:
@@ -69,10 +78,16 @@ class Backend:
         settings = inductor_options(options, None)
         key = identity(asdict(self.passes), names, sorted(POLICIES.items()), TRUNK, reduced_precision(), sorted(RULES))
         records: list[Record] = []
+        marks: dict[int, str] = {}
 
         def applied(generated: bool) -> Callable[[Graph], None]:
             def apply(graph: Graph) -> None:
-                records.extend(run(self.passes, lambda: _subject(graph, name, names, generated), self.numbers))
+                def make(view: View | None = None) -> Subject:
+                    whole = graph.owning_module
+                    assert whole is not None
+                    return _subject(view(whole) if view else whole, name, names, marks, generated)
+
+                records.extend(run(self.passes, make, self.numbers))
 
             return apply
 
@@ -106,29 +121,31 @@ def _region(module: GraphModule, names: list[str]) -> str:
     return "graph"
 
 
-def _subject(graph: Graph, region: str, names: list[str], generated: bool) -> Subject:
+def _subject(
+    module: GraphModule, region: str, names: list[str], marks: dict[int, str], generated: bool
+) -> Subject:  # fmt: skip
     """A graph inside ``torch.compile`` as the rules see it.
 
     The gradients of inputs that are no parameters are named ``input.NAME``: an objective that may train the indexer alone
-    may not reach those either, so that what holds inside every region holds for the whole model.
+    may not reach those either, so that what holds inside every region holds for the whole model.  ``marks``: which outputs
+    the model says are objectives; filled in from the joint graph and read again for the backward one, which has no outputs
+    of the forward.
     """
-    module = graph.owning_module
-    assert module is not None
-    found = roles(graph)
+    found = roles(module.graph)
     stage = "joint"
     if generated:
         stage = "backward" if found.tangents else "forward"
     objectives: dict[str, Objective] = {}
     for i in sorted(found.outputs.keys() | found.tangents.keys()):
         output, tangent = found.outputs.get(i), found.tangents.get(i)
-        marked = _objective(output)
-        known = marked in POLICIES
+        if mark := _objective(output):
+            marks[i] = mark
         if tangent is not None:
-            policy = POLICIES[marked] if known else TRUNK
-            objectives[marked if known else f"output.{i}"] = Objective(output or tangent, tangent, policy)
-    parameters = {
-        names[i]: Parameter(node, found.gradients[i]) for i, node in found.inputs.items() if i in found.gradients
-    }
+            known = marks.get(i) in POLICIES
+            objectives[marks[i] if known else f"output.{i}"] = Objective(
+                output or tangent, tangent, POLICIES[marks[i]] if known else TRUNK
+            )  # fmt: skip
+    parameters = {names[i]: Parameter(node, found.gradients[i]) for i, node in found.inputs.items() if i in found.gradients}
     frozen = {names[i]: node for i, node in found.inputs.items() if i not in found.gradients}
     return Subject(
         region, module, stage, objectives, parameters, frozen,

@@ -47,7 +47,7 @@ def reduced_precision() -> dict[str, bool]:
 
 def _subject(
     name: str, joint: Joint, policies: Mapping[str, Reach], routers: tuple[str, ...], *, inside: str = "", losses: str = "",
-    fp32: tuple[str, ...] = (), coefficients: Mapping[str, float] | None = None,
+    fp32: tuple[str, ...] = (), coefficients: Mapping[str, float] | None = None, watched: tuple[str, ...] = (),
 ) -> Subject:  # fmt: skip
     """A captured graph as the rules see it: parameters and modules inside ``inside``, objectives under ``losses``."""
     for node in joint.module.graph.nodes:
@@ -59,7 +59,7 @@ def _subject(
         {n.removeprefix(inside): Parameter(*pair) for n, pair in joint.parameters.items()},
         {n.removeprefix(inside): node for n, node in joint.buffers.items()},
         {o: joint.outputs[k] for o, k in outputs.items() if o not in policies},
-        tuple(policies), routers, reduced_precision(), fp32, coefficients or {},
+        tuple(policies), routers, reduced_precision(), fp32, coefficients or {}, watched,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def capture_model(model: DeepseekV4, *, seq_len: int, batch_size: int = 1, symbo
     policies = {name: policy_of(model, name) for name in model.objectives}
     return _subject(
         "DeepseekV4", joint, policies, ROUTERS, inside="model.", losses="losses.", fp32=fp32_parameters(model),
-        coefficients=coefficients(model),
+        coefficients=coefficients(model), watched=watched(model),
     )  # fmt: skip
 
 
@@ -90,6 +90,11 @@ def fp32_parameters(model: nn.Module) -> tuple[str, ...]:
     """Parameters and buffers that stay in fp32; norm weights may be stored in bf16, where they are used widened."""
     keepers = [(path, m) for path, m in model.named_modules() if isinstance(m, KeepsFp32) and not isinstance(m, RMSNorm)]
     return tuple(f"{path}.{name}" for path, m in keepers for name in m.fp32_parameters)
+
+
+def watched(model: DeepseekV4) -> tuple[str, ...]:
+    """In the indexer's warm-up only the distillation trains; the other losses are looked at."""
+    return tuple(o for o in model.objectives if model.stage == "indexer_warmup" and o != "indexer_kl")
 
 
 def coefficients(model: DeepseekV4) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from itertools import pairwise
 
 from torch import nn
 
@@ -35,7 +36,9 @@ def with_kinds(model: DeepseekV4, chosen: Sequence[str] | None = None) -> Deepse
     names = tuple(known) if chosen is None else tuple(chosen)
     for name in names:
         if name not in known:
-            raise ConfigError(f"this model has no layer of kind {name!r}", allowed=", ".join(known), do="choose one of these")
+            raise ConfigError(
+                f"this model has no layer of kind {name!r}", allowed=", ".join(known), do="choose one of these"
+            )
     numbers = sorted({known[n][0] for n in names if n != MTP}) or [0]
     has_indexer = any(config.layer_kinds[i].attention == "csa" for i in numbers)
     small = copy(model)
@@ -64,13 +67,15 @@ def stands_for(config: ModelConfig, chosen: Sequence[str] | None = None) -> tupl
         elif len(numbers) == 1:
             lines.append(f"layers.{numbers[0]} ({name}) is looked at itself")
         else:
-            lines.append(f"layers.{numbers[0]} ({name}) stands for layers {_ranges(numbers)}: {len(numbers)} with the same code")
+            lines.append(
+                f"layers.{numbers[0]} ({name}) stands for layers {_ranges(numbers)}: {len(numbers)} with the same code"
+            )
     return tuple(lines)
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
     """``0, 1`` or ``4, 6, ..., 42``: evenly spaced numbers shortened."""
-    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 4 and len(steps) == 1:
         return f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
     return ", ".join(map(str, numbers))

@@ -28,7 +28,8 @@ class BlockFacts(NamedTuple):
 
 def _keep_choices(_ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
     """Recompute everything but choices: a near-tie that falls the other way would change the shapes behind it (B45)."""
-    chooses = op in (torch.ops.dsv4.route.default, torch.ops.dsv4.indexer_topk.default, torch.ops.aten.sort.stable)
+    aten, ours = torch.ops.aten, torch.ops.dsv4  # the references choose by aten's
+    chooses = op in (ours.route.default, ours.indexer_topk.default, aten.topk.default, aten.sort.stable)
     return CheckpointPolicy.MUST_SAVE if chooses else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -48,9 +48,7 @@ class HyperConnection(_Mix):
 
     def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u in the streams' dtype, post and comb."""
-        u, post, comb, _, _ = ops.hc_pre(
-            streams, self.fn, self.base, self.scale, self.iters, self.eps, self.norm_eps
-        )  # fmt: skip
+        u, post, comb, _, _ = ops.hc_pre(streams, self.fn, self.base, self.scale, self.iters, self.eps, self.norm_eps)
         return u, post, comb
 
     def post(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:

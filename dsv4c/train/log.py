@@ -33,7 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 from dsv4c.errors import ConfigError, DataError
 from dsv4c.train.manifest import versions, write_json
 
-LOG, RUN = "log.jsonl", "run.json"
+LOG, RUN, PASSES = "log.jsonl", "run.json", "passes.jsonl"
 RATE_MEMORY = 0.9
 """Share of the old value in the running mean of the step time that "time left" comes from."""
 

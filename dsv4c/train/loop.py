@@ -5,6 +5,7 @@ Ties together the loader, the step, the log and the checkpoints; decides when, n
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from dsv4c.compile.backend import Passes
 from dsv4c.config import ModelConfig
 from dsv4c.errors import CheckpointError, ConfigError, NonFiniteError
 from dsv4c.model.transformer import DeepseekV4
@@ -28,7 +30,7 @@ from dsv4c.torch_compat import compile_counts
 from dsv4c.train.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from dsv4c.train.data import Loader, make_loader
 from dsv4c.train.diagnosis import first_nonfinite_tensor
-from dsv4c.train.log import LOG, RunLog
+from dsv4c.train.log import LOG, PASSES, RunLog
 from dsv4c.train.optim import OptimConfig, SplitOptimizer, build_optimizer
 from dsv4c.train.schedule import LrSchedule, Stage, lr_factor, mtp_coef, parse_stages, stage_at
 from dsv4c.train.step import TrainStep
@@ -60,6 +62,9 @@ class RunConfig:
     cache_dir: str | None = None
     resume: bool = False
     compile: bool = True
+    only: tuple[str, ...] = ()  # of the passes: these alone
+    skip: tuple[str, ...] = ()  # all but these
+    until: str = ""  # up to and including this one
     recompute: str = "off"  # "off", "all", or layer indices: "0,1,5"
     log_every: int = 10
     save_every: int = 100
@@ -153,9 +158,7 @@ class Run:
         self.optimizer: SplitOptimizer = build_optimizer(self.model, config.optim)
         self.first_step = 0
         if resume_from is not None:
-            state = load_checkpoint(
-                resume_from, model=self.model, optimizer=self.optimizer, config=config.must_match()
-            )
+            state = load_checkpoint(resume_from, model=self.model, optimizer=self.optimizer, config=config.must_match())
             self.loader.load_state_dict(state["loader_state"])
             self.first_step = state["step"]
             console.print(f"resumed from {resume_from} at step {self.first_step}", highlight=False)
@@ -167,8 +170,10 @@ class Run:
         self.step = TrainStep(
             self.model, self.optimizer, grad_accum=config.grad_accum, dtype=config.dtype,
             grad_clip=config.optim.grad_clip, compile=config.compile,
+            passes=Passes(only=config.only, skip=config.skip, until=config.until),
         )  # fmt: skip
         self.step.steps = self.first_step
+        self.regions_told = 0
 
     def _resume_from(self) -> Path | None:
         if not self.config.resume:
@@ -233,6 +238,7 @@ class Run:
                 try:
                     with _compiling(self.console, on=is_new and c.compile):
                         result = self.step.step(batches)
+                    self._say_what_passes_did(step)
                 except NonFiniteError as error:
                     raise self._with_checkpoint(error) from error
                 tokens = sum(b["input_ids"].numel() for b in batches)
@@ -249,6 +255,18 @@ class Run:
                     self.console.print(f"stopped by signal {asked} after step {done}; go on with --resume")
                     break
         return record
+
+    def _say_what_passes_did(self, step: int) -> None:
+        """A line a region on the console, everything in ``passes.jsonl``; regions are compiled at any step's first need."""
+        compiler = self.model.compiler
+        new = compiler.regions[self.regions_told :] if compiler is not None else []
+        if not new:
+            return
+        self.regions_told += len(new)
+        with (self.out / PASSES).open("a", encoding="utf-8") as file:
+            for region in new:
+                file.write(json.dumps({"step": step} | asdict(region)) + "\n")
+                self.console.print(f"  {region}", highlight=False)
 
     def _log(self, log: RunLog, done: int, result: dict[str, float], lr: float, stage: Stage) -> dict[str, Any]:
         names = self.model.objectives

@@ -138,7 +138,8 @@ INLINE void finish_block(const S* x, const S* du, const T* fn, const Factors<T>&
     constexpr int L = LANES<T>;
     for (int j = 0; j < N; ++j) {
         int64_t d = 0;
-        for (; d + 2 * L <= width; d += 2 * L) finish_channels<T, S, 2>(x, du, fn, by, dx, dfn, tokens, width, j, d, L, past);
+        for (; d + 2 * L <= width; d += 2 * L)
+            finish_channels<T, S, 2>(x, du, fn, by, dx, dfn, tokens, width, j, d, L, past);
         for (; d < width; d += L)
             finish_channels<T, S, 1>(x, du, fn, by, dx, dfn, tokens, width, j, d,
                                      int(std::min<int64_t>(L, width - d)), past);
@@ -154,7 +155,7 @@ struct Sums {
 // dX of the tokens from `begin` to `end`, and what they add to the gradients of the parameters.
 template <class T, class S>
 void pre_backward_range(const S* du, const T* dpost, const T* dcomb, const S* x, const Parameters<T>& p, const T* z,
-                        const T* rstd, S* dx, Sums<T> sums, int64_t begin, int64_t end, int64_t width, bool past) {
+                        const T* rstd, S* dx, Sums<T> sums, int64_t begin, int64_t end, int64_t width, bool past = false) {
     const std::unique_ptr<Lanes<T>[]> kept(new Lanes<T>[sinkhorn::kept_size(p.iters)]);
     Lanes<T> dbase[ROWS] = {}, dscale[ROWS] = {};
     for (int64_t first = begin; first < end; first += LANES<T>) {
@@ -195,8 +196,8 @@ void pre_backward_range(const S* du, const T* dpost, const T* dcomb, const S* x,
         sinkhorn::from_lanes<T>(a, N, LANES<T>, by.pre[0]);
         sinkhorn::from_lanes<T>(da, ROWS, LANES<T>, by.dp[0]);
         sinkhorn::from_lanes<T>(&shrink, 1, LANES<T>, by.shrink);
-        finish_block<T, S>(x + first * N * width, du + first * width, p.fn, by, dx + first * N * width, sums.fn, tokens, width,
-                           past);
+        const int64_t at = first * width;
+        finish_block<T, S>(x + N * at, du + at, p.fn, by, dx + N * at, sums.fn, tokens, width, past);
     }
     finish_stores();
     for (int r = 0; r < ROWS; ++r) {
@@ -217,13 +218,14 @@ void pre_backward(const S* du, const T* dpost, const T* dcomb, const S* x, Param
         return part ? Sums<T>{own, own + size, own + size + ROWS} : sums;
     };
     const auto add = [](T* to, const T* from, int64_t n) { for (int64_t i = 0; i < n; ++i) to[i] += from[i]; };
+    const bool past = around(dx, tokens * N, width);
     std::fill_n(sums.fn, size, T(0));
     std::fill_n(sums.base, ROWS, T(0));
     std::fill_n(sums.scale, 3, T(0));
 #pragma omp parallel for num_threads(threads) if (parts > 1) schedule(static, 1)
     for (int64_t part = 0; part < parts; ++part)
         pre_backward_range<T, S>(du, dpost, dcomb, x, p, z, rstd, dx, sums_of(part), blocks * part / parts * LANES<T>,
-                                 std::min(tokens, blocks * (part + 1) / parts * LANES<T>), width, around(dx, tokens * N, width));
+                                 std::min(tokens, blocks * (part + 1) / parts * LANES<T>), width, past);
     for (int64_t part = 1; part < parts; ++part) {
         const Sums<T> of_part = sums_of(part);
         add(sums.fn, of_part.fn, size);

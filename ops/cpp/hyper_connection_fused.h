@@ -8,8 +8,8 @@ namespace hyper_connection {
 
 // Sums of the projection that are in registers together: of so many rows of fn and TOKENS_TOGETHER tokens.
 constexpr int ROWS_TOGETHER = 3;
-// Channels that are projected at a time. Those of the block's tokens are copied: streams lie at a power of two apart, at which
-// the first cache holds twelve of them.
+// Channels that are projected at a time. Those of the block's tokens are copied: streams lie a power of two apart, where the
+// first cache has room for few of them.
 template <class T>
 constexpr int CHUNK = 16 * LANES<T>;
 
@@ -47,8 +47,8 @@ INLINE void project(const S* x, const T* fn, T* z, int count, int64_t all) {
 }
 
 template <class T, class S>
-void post_pre(const S* y, const S* x, const T* post_of, const T* comb_of, Parameters<T> p, T norm_eps, S* out, S* u, T* new_post,
-              T* new_comb, T* z, T* rstd, int64_t tokens, int64_t width, int threads) {
+void post_pre(const S* y, const S* x, const T* post_of, const T* comb_of, Parameters<T> p, T norm_eps, S* out, S* u,
+              T* new_post, T* new_comb, T* z, T* rstd, int64_t tokens, int64_t width, int threads) {
     const int64_t all = N * width;
 #pragma omp parallel for num_threads(threads) if (tokens > LANES<T>)
     for (int64_t first = 0; first < tokens; first += LANES<T>) {

@@ -33,7 +33,7 @@ INLINE void normalise(bool columns, const Lanes<T>* from, Lanes<T>* to, T eps) {
 }
 
 template <class T>
-INLINE void forward(Lanes<T>* m, int iters, T eps) {
+void forward(Lanes<T>* m, int iters, T eps) {
     Lanes<T> c[SIZE];
     softmax<T>(m, c);
     for (int i = 0; i < SIZE; ++i) c[i] += eps;
@@ -60,7 +60,7 @@ INLINE void pull(bool columns, Lanes<T>* g, const Lanes<T>* c) {
 
 // g: the gradient of the result, and then that of the logits m.
 template <class T>
-INLINE void backward(Lanes<T>* gradient, const Lanes<T>* m, int iters, T eps, Lanes<T>* kept) {
+void backward(Lanes<T>* gradient, const Lanes<T>* m, int iters, T eps, Lanes<T>* kept) {
     const int steps = 2 * std::max(iters, 1) - 1;
     Lanes<T> s[SIZE], g[SIZE];
     softmax<T>(m, s);

@@ -3,6 +3,7 @@
 from dsv4c.ops.reference.compress import compress
 from dsv4c.ops.reference.grouped_mm import grouped_mm
 from dsv4c.ops.reference.hadamard import hadamard
+from dsv4c.ops.reference.hc_post_pre import hc_post_pre
 from dsv4c.ops.reference.hyper_connection import hc_post, hc_pre
 from dsv4c.ops.reference.indexer_distillation import indexer_distillation
 from dsv4c.ops.reference.indexer_kl import indexer_kl
@@ -21,6 +22,7 @@ __all__ = [
     "grouped_mm",
     "hadamard",
     "hc_post",
+    "hc_post_pre",
     "hc_pre",
     "indexer_distillation",
     "indexer_kl",

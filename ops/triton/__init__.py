@@ -37,6 +37,8 @@ KERNELS = (
     ("hc_pre_backward", "hyper_connection", "hc_pre"),
     ("hc_post", "hyper_connection", "hc_post"),
     ("hc_post_backward", "hyper_connection", "hc_post"),
+    ("hc_post_pre", "hc_post_pre", "hc_post_pre"),
+    ("hc_post_pre_backward", "hc_post_pre", "hc_post_pre"),
     ("route", "route", "route"),
     ("route_backward", "route", "route"),
     ("swiglu_clamp", "swiglu_clamp", "swiglu_clamp"),

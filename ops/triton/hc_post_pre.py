@@ -7,7 +7,7 @@ since it sums over all tokens, the gradient of fn in a pass of its own.  The nor
 """
 
 # Kernels are written in Triton's language, which has no annotations for its values and grows tuples.
-# mypy: disable-error-code="no-untyped-def, assignment, misc"
+# mypy: disable-error-code="no-untyped-def, assignment, misc, var-annotated"
 # ruff: noqa: RUF005
 
 from __future__ import annotations
@@ -59,23 +59,11 @@ def _forward_kernel(
 
 
 @triton.jit
-def _sum_four(a, b, c, d):
-    """The sums over D of four tiles [T,D] as one [T,4]: one exchange between waves where four sums take four."""
-    return tl.sum(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], a.shape[1], 4]), 1)
-
-
-@triton.jit
-def _add_row(projected, da, tokens, there, d, rstd, fn_ptr, scale_ptr, z_ptr, da_ptr, dp_ptr, r, kind, WIDTH: tl.constexpr):
-    """Keeps da and ``dp = da scale rstd`` of logit r; returns ``dp fn`` with its row, and ``<dz, z>`` with its part."""
-    dz = da * tl.load(scale_ptr + kind)
-    dp = dz * rstd
-    tl.store(da_ptr + tokens * 24 + r, da, mask=there)
-    tl.store(dp_ptr + tokens * 24 + r, dp, mask=there)
-    grown = ()
-    for k in tl.static_range(4):
-        w = tl.load(fn_ptr + r * (4 * WIDTH) + k * WIDTH + d, mask=d < WIDTH, other=0.0)
-        grown = grown + (projected[k] + dp[:, None] * w[None, :],)
-    return grown, dz * tl.load(z_ptr + tokens * 24 + r, mask=there, other=0.0)
+def _products(x, g):
+    """``<x, g_k>`` over the channels of tiles [T,D], as one [T,4]: one exchange between waves where four sums take four."""
+    even = tl.join(x * g[0].to(tl.float32), x * g[2].to(tl.float32))
+    odd = tl.join(x * g[1].to(tl.float32), x * g[3].to(tl.float32))
+    return tl.sum(tl.reshape(tl.join(even, odd), [x.shape[0], x.shape[1], 4]), 1)
 
 
 @triton.jit
@@ -89,50 +77,34 @@ def _backward_kernel(
     there = tokens < n_tokens
     d = tl.arange(0, BLOCK_D)
     row, mask = tokens.to(tl.int64)[:, None], there[:, None] & (d < WIDTH)[None, :]
-    du = tl.load(du_ptr + row * WIDTH + d[None, :], mask=mask, other=0.0)
-    dpre = tl.zeros([BLOCK_T], tl.float32)
-    dpre = (dpre, dpre, dpre, dpre)
-    for j in range(4):
-        x = tl.load(new_ptr + row * (4 * WIDTH) + j * WIDTH + d[None, :], mask=mask, other=0.0)
-        found = tl.sum(du.to(tl.float32) * x.to(tl.float32), 1)
-        grown = ()
-        for k in tl.static_range(4):
-            grown = grown + (tl.where(j == k, found, dpre[k]),)
-        dpre = grown
-    rstd = tl.load(rstd_ptr + tokens, mask=there, other=0.0)
-    shared = tl.zeros([BLOCK_T], tl.float32)
-    projected = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    projected = (projected, projected, projected, projected)
-    for r in range(8):
-        logit = tl.load(z_ptr + tokens * 24 + r, mask=there, other=0.0) * tl.load(scale_ptr + r // 4) + tl.load(base_ptr + r)
-        gate = tl.sigmoid(logit)
-        of_pre = tl.where(r < 2, tl.where(r == 0, dpre[0], dpre[1]), tl.where(r == 2, dpre[2], dpre[3]))
-        of_post = 2.0 * tl.load(dnew_post_ptr + tokens * 4 + r - 4, mask=there & (r >= 4), other=0.0)
-        da = tl.where(r < 4, of_pre, of_post) * gate * (1.0 - gate)
-        projected, part = _add_row(
-            projected, da, tokens, there, d, rstd, fn_ptr, scale_ptr, z_ptr, da_ptr, dp_ptr, r, r // 4, WIDTH
-        )
-        shared += part
-    for r in range(8, 24):
-        da = tl.load(dmatrix_ptr + tokens * 16 + r - 8, mask=there, other=0.0)
-        projected, part = _add_row(
-            projected, da, tokens, there, d, rstd, fn_ptr, scale_ptr, z_ptr, da_ptr, dp_ptr, r, 2, WIDTH
-        )
-        shared += part
-    shrink = -shared * rstd * rstd / (4 * WIDTH)
+    new = tokens_streams(new_ptr, tokens, d, there, WIDTH)
+    du = tl.load(du_ptr + row * WIDTH + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    logit = tl.arange(0, 32)[None, :]
+    dpre = tl.zeros([BLOCK_T, 32], tl.float32)
+    for j in tl.static_range(4):
+        dpre += tl.where(logit == j, tl.sum(du * new[j].to(tl.float32), 1)[:, None], 0.0)
+    dp, shrink = logit_gradients(
+        dpre, tokens, there, dnew_post_ptr, dmatrix_ptr, base_ptr, scale_ptr, z_ptr, rstd_ptr, da_ptr, dp_ptr, WIDTH
+    )  # fmt: skip
     scale = tl.load(scale_ptr)
+    g = ()
+    for j in tl.static_range(4):
+        z = tl.load(z_ptr + tokens * 24 + j, mask=there, other=0.0)
+        pre = tl.sigmoid(z * scale + tl.load(base_ptr + j)) + eps
+        g = g + (pre[:, None] * du + shrink[:, None] * new[j].to(tl.float32),)
+    for r in range(24):
+        factor = tl.sum(tl.where(logit == r, dp, 0.0), 1)[:, None]
+        grown = ()
+        for j in tl.static_range(4):
+            w = tl.load(fn_ptr + r * (4 * WIDTH) + j * WIDTH + d, mask=d < WIDTH, other=0.0)
+            grown = grown + (g[j] + factor * w[None, :],)
+        g = grown
     rounded = ()
     dy = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for k in tl.static_range(4):
-        tl.debug_barrier()
-        at = row * (4 * WIDTH) + k * WIDTH + d[None, :]
-        # The streams again, from a cache: they and the sums are more than there are registers.
-        new = tl.load(new_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        z = tl.load(z_ptr + tokens * 24 + k, mask=there, other=0.0)
-        pre = tl.sigmoid(z * scale + tl.load(base_ptr + k)) + eps
-        total = (pre[:, None] * du.to(tl.float32) + shrink[:, None] * new + projected[k]).to(new_ptr.dtype.element_ty)
+        total = g[k].to(new_ptr.dtype.element_ty)
         if ADDED:
-            other = tl.load(grad_ptr + at, mask=mask, other=0.0)
+            other = tl.load(grad_ptr + row * (4 * WIDTH) + k * WIDTH + d[None, :], mask=mask, other=0.0)
             total = (total.to(tl.float32) + other.to(tl.float32)).to(new_ptr.dtype.element_ty)
         rounded = rounded + (total,)
         dy += tl.load(post_ptr + tokens * 4 + k, mask=there, other=0.0)[:, None] * total.to(tl.float32)
@@ -140,11 +112,7 @@ def _backward_kernel(
     tl.store(dy_ptr + at, dy.to(dy_ptr.dtype.element_ty), mask=mask)
     y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
     four = tl.arange(0, 4)[None, :]
-    dpost = _sum_four(
-        y * rounded[0].to(tl.float32), y * rounded[1].to(tl.float32), y * rounded[2].to(tl.float32),
-        y * rounded[3].to(tl.float32),
-    )  # fmt: skip
-    tl.store(dpost_ptr + tokens[:, None] * 4 + four, dpost, mask=there[:, None])
+    tl.store(dpost_ptr + tokens[:, None] * 4 + four, _products(y, rounded), mask=there[:, None])
     for j in range(4):  # not four times its body, whose addresses would stay in registers from the first loads on
         dx = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for k in tl.static_range(4):
@@ -153,11 +121,7 @@ def _backward_kernel(
         at = row * (4 * WIDTH) + j * WIDTH + d[None, :]
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        dcomb = _sum_four(
-            x * rounded[0].to(tl.float32), x * rounded[1].to(tl.float32), x * rounded[2].to(tl.float32),
-            x * rounded[3].to(tl.float32),
-        )  # fmt: skip
-        tl.store(dcomb_ptr + tokens[:, None] * 16 + 4 * j + four, dcomb, mask=there[:, None])
+        tl.store(dcomb_ptr + tokens[:, None] * 16 + 4 * j + four, _products(x, rounded), mask=there[:, None])
 
 
 @triton.jit
@@ -182,17 +146,22 @@ def _fn_grad_kernel(
     tl.store(part_ptr + tl.program_id(1).to(tl.int64) * 24 * ALL + at, dfn, mask=mask)
 
 
-def constants(width: int, itemsize: int, wave: int = 64) -> dict[str, Any]:
-    """Compile-time arguments of the kernels that hold tokens: half as many where streams take twice the registers."""
+def forward_constants(width: int, itemsize: int, wave: int = 64) -> dict[str, Any]:
+    """Compile-time arguments: half as many tokens where streams take twice the registers."""
     chosen = hc_pre.forward_constants(width, wave)
     return chosen | {"BLOCK_T": max(1, chosen["BLOCK_T"] * 2 // itemsize)}
+
+
+def backward_constants(width: int, wave: int = 64) -> dict[str, Any]:
+    """Half as many tokens as forward: their streams are in registers with the gradients of these, in fp32."""
+    return forward_constants(width, 4, wave)
 
 
 def fn_grad_constants(width: int) -> dict[str, Any]:
     return {"ALL": 4 * width, "BLOCK_D": 128, "BLOCK_T": 32}
 
 
-WARPS, FN_GRAD_WARPS = 16, 4
+WARPS, FN_GRAD_WARPS = 16, 4  # the first of the kernels that hold tokens
 
 
 def fits(y: Tensor, streams: Tensor, fn: Tensor) -> bool:
@@ -200,8 +169,8 @@ def fits(y: Tensor, streams: Tensor, fn: Tensor) -> bool:
     return hc_pre.fits(streams, fn) and hc_post.fits(y, streams)
 
 
-def _constants(streams: Tensor) -> dict[str, Any]:
-    return constants(streams.shape[-1], streams.element_size(), 64 if torch.version.hip else 32)
+def _wave() -> int:
+    return 64 if torch.version.hip else 32
 
 
 def hc_post_pre(
@@ -218,7 +187,7 @@ def hc_post_pre(
         torch.empty((*batch, *shape), dtype=torch.float32, device=streams.device) for shape in ((4,), (4, 4), (24,), ())
     )
     if n_tokens:
-        chosen = _constants(streams)
+        chosen = forward_constants(width, streams.element_size(), _wave())
         _forward_kernel[(triton.cdiv(n_tokens, chosen["BLOCK_T"]),)](
             y.contiguous(), streams.contiguous(), *(t.float().contiguous() for t in (post, comb, fn, base, scale)),
             new_streams, u, new_post, logits, z, rstd, n_tokens, eps, norm_eps, **chosen, num_warps=WARPS,
@@ -238,19 +207,20 @@ def hc_post_pre_backward(
             eps,
         )  # fmt: skip
     width, n_tokens = streams.shape[-1], streams.shape[:-2].numel()
-    new_streams, z, fn, base, scale = new_streams.contiguous(), z.contiguous(), *(p.float().contiguous() for p in (fn, base, scale))
-    outputs = dy, dx, dpost, dcomb = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (y, streams, post, comb))
+    new_streams, z = new_streams.contiguous(), z.contiguous()
+    fn, base, scale = (p.float().contiguous() for p in (fn, base, scale))
+    dy, dx, dpost, dcomb = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (y, streams, post, comb))
     da, dp = torch.empty((2, n_tokens, 24), dtype=torch.float32, device=fn.device)
     parts = torch.zeros((SPLITS, *fn.shape), dtype=torch.float32, device=fn.device)
     matrices = (z[..., 8:] * scale[2] + base[8:]).unflatten(-1, (4, 4))
     dmatrices = normalisations.sinkhorn_backward(grad_comb, matrices, iters, eps)
     if n_tokens:
-        chosen = _constants(streams)
+        chosen = backward_constants(width, _wave())
         _backward_kernel[(triton.cdiv(n_tokens, chosen["BLOCK_T"]),)](
-            None if grad_streams is None else grad_streams.contiguous(), grad_u.contiguous(), grad_post.contiguous(), dmatrices,
-            y.contiguous(), streams.contiguous(), post.contiguous(), comb.contiguous(), new_streams, fn, base, scale, z,
-            rstd.contiguous(), dy, dx, dpost, dcomb, da, dp, n_tokens, eps, **chosen, ADDED=grad_streams is not None,
-            num_warps=WARPS,
+            None if grad_streams is None else grad_streams.contiguous(), grad_u.contiguous(), grad_post.contiguous(),
+            dmatrices, y.contiguous(), streams.contiguous(), post.contiguous(), comb.contiguous(), new_streams, fn, base,
+            scale, z, rstd.contiguous(), dy, dx, dpost, dcomb, da, dp, n_tokens, eps, **chosen,
+            ADDED=grad_streams is not None, num_warps=WARPS,
         )  # fmt: skip
         chosen = fn_grad_constants(width)
         _fn_grad_kernel[(triton.cdiv(4 * width, chosen["BLOCK_D"]), SPLITS)](
@@ -258,4 +228,22 @@ def hc_post_pre_backward(
         )
     by_logit = (da * z.view(-1, 24)).sum(0)
     dscale = torch.stack((by_logit[:4].sum(), by_logit[4:8].sum(), by_logit[8:].sum()))
-    return (*outputs, parts.sum(0), da.sum(0), dscale)
+    return dy, dx, dpost, dcomb, parts.sum(0), da.sum(0), dscale
+
+
+def bytes_moved(n_tokens: int, width: int, itemsize: int = 2) -> dict[str, int]:
+    """What the launches load and store, the normalisations of comb included.
+
+    ``forward`` and ``backward`` count fn once for each of the eight caches of a part, which hold it whole, ``issued`` for
+    every program of both; backward, with a gradient from elsewhere, the new streams twice, for the gradient of fn by itself,
+    whose parts go out and in.  ``apart``: of hc_pre_backward, the sum of gradients and hc_post_backward.
+    """
+    token, fn = n_tokens * width * itemsize, 24 * 4 * width * 4
+    programs = [triton.cdiv(n_tokens, c["BLOCK_T"]) for c in (forward_constants(width, itemsize), backward_constants(width))]
+    apart = hc_pre.bytes_moved(n_tokens, width, itemsize)["backward"] + 3 * 4 * token
+    return {
+        "forward": 10 * token + n_tokens * (20 + 4 + 24 + 1 + 3 * 16) * 4 + 8 * fn,
+        "backward": 23 * token + n_tokens * (40 + 4 + 4 * 16 + 25 + 3 * 24) * 4 + (8 + 2 * SPLITS) * fn,
+        "issued": 33 * token + sum(programs) * fn,
+        "apart": apart + hc_post.bytes_moved(n_tokens, width, itemsize)["backward"],
+    }

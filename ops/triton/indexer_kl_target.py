@@ -38,8 +38,8 @@ def _logits(q_ptr, entry_ptr, heads, ids, width, scale, n_heads, BLOCK_C: tl.con
 
 @triton.jit
 def _target_kernel(
-    q_ptr, entry_ptr, ids_ptr, lse_ptr, score_ptr, real_ptr, loss_ptr, out_ptr, n_tokens, n_entries, n_chosen, n_heads, scale,
-    width: tl.constexpr, JOINT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    q_ptr, entry_ptr, ids_ptr, lse_ptr, score_ptr, real_ptr, loss_ptr, out_ptr, n_tokens, n_entries, n_chosen, n_heads,
+    scale, width: tl.constexpr, JOINT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     N_CHUNKS: tl.constexpr, N_BLOCKS: tl.constexpr, TAIL: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Of one query: mass of every slot, then the division by their sum, which is T; or, with TAIL, its loss and gradient."""

@@ -107,10 +107,13 @@ def _topk_kernel(
 BLOCK_N = 64  # entries scored at a time
 
 
-def tiles(n_heads: int, width: int, rotary: int) -> dict[str, int]:
-    """Tiles of heads and channels; smaller ones if some channels turn, so that few others go through the rotation."""
+def tiles(n_heads: int, width: int, rotary: int, itemsize: int) -> dict[str, int]:
+    """Tiles of heads and channels.
+
+    Smaller ones in 16 bits if some channels turn, so that few others go through the rotation; in fp32 they would spill.
+    """
     block_h = min(64, max(16, triton.next_power_of_2(n_heads)))
-    block_c = min(64 if rotary else 128, max(16, triton.next_power_of_2(width)))
+    block_c = min(64 if rotary and itemsize == 2 else 128, max(16, triton.next_power_of_2(width)))
     return {
         "width": width,
         "BLOCK_H": block_h,
@@ -136,8 +139,8 @@ def _select(
     _topk_kernel[(batch * n_tokens,)](
         q.to(dtype).contiguous(), k.to(dtype).contiguous(), w.contiguous(), *angles, start.contiguous(),
         entry_end.contiguous(), ids, best, n_tokens, k.shape[1], n_chosen, n_heads, scale, ratio,
-        **tiles(n_heads, width, rope), ROPE=rope, BLOCK_N=block_n, KEPT=max(block_n, triton.next_power_of_2(n_chosen)),
-        num_warps=4, num_stages=1,
+        **tiles(n_heads, width, rope, dtype.itemsize), ROPE=rope, BLOCK_N=block_n,
+        KEPT=max(block_n, triton.next_power_of_2(n_chosen)), num_warps=4, num_stages=1,
     )  # fmt: skip
     return ids, best
 

@@ -5,7 +5,7 @@ queries that can see them; there the gradient of the scores is wanted by entry a
 [queries, P], one block of queries after the other.
 """
 
-# mypy: disable-error-code="no-untyped-def, assignment, misc"
+# mypy: disable-error-code="no-untyped-def, assignment, misc, var-annotated"
 # ruff: noqa: RUF005
 # A kernel is typed by Triton's compiler, which has tuples that grow in a loop and no starred expressions.
 
@@ -143,7 +143,7 @@ def _backward(
     queries, keys, weights = q.to(dtype).contiguous(), k.to(dtype).contiguous(), w.contiguous()
     ids, grad = ids.contiguous(), grad.float().contiguous()
     rope, angles = table(cos, sin, width, grad)
-    block = tiles(n_heads, width, rope) | {"ROPE": rope}
+    block = tiles(n_heads, width, rope, dtype.itemsize) | {"ROPE": rope}
     _dq_kernel[(batch * n_tokens, block["H_BLOCKS"])](
         grad, ids, queries, keys, weights, *angles, dq, dw, n_tokens, n_entries, n_chosen, n_heads, scale, **block,
         BLOCK_N=BLOCK_N, MAX_CHOSEN=triton.next_power_of_2(n_chosen), num_warps=4, num_stages=2,

@@ -15,10 +15,8 @@ from dsv4c.passes.fuse.pattern import Any_, Match, Op
 from dsv4c.passes.graph import argument
 
 _INPUTS = ("q", "entries", "ids", "lse")
-FORWARD = Op(
-    "dsv4.indexer_kl", {"target": Op("dsv4.indexer_kl_target", name="teacher"), "scores": Any_("scores"), "real": Any_("real")},
-    name="loss",
-)  # fmt: skip
+_TEACHER = Op("dsv4.indexer_kl_target", name="teacher")
+FORWARD = Op("dsv4.indexer_kl", {"target": _TEACHER, "scores": Any_("scores"), "real": Any_("real")}, name="loss")
 
 
 def rewrite(graph: Graph, matches: Mapping[str, list[Match]]) -> None:

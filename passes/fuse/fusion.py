@@ -132,4 +132,3 @@ def instead(old: Node | None, new: Node) -> None:
     """Whoever reads ``old`` reads ``new``."""
     if old is not None:
         old.replace_all_uses_with(new)
-

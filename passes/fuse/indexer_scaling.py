@@ -44,34 +44,42 @@ def _rounded(core: Node) -> str:
             continue
         seen.add(node)
         tensor = value(node)
-        if op_name(node) == "aten.round" or (tensor is not None and tensor.dtype.itemsize == 1 and tensor.is_floating_point()):
+        is_float8 = tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize == 1
+        if op_name(node) == "aten.round" or is_float8:
             return f"queries are quantised by {node.name}"
         waiting += node.all_input_nodes
     return ""
 
 
 def _rounded_forward(backward: Node) -> str:
+    core = _core(backward)
+    return _rounded(core) if core is not None else ""
+
+
+def _core(backward: Node) -> Node | None:
+    """The forward operator whose ids this backward reads."""
     ids = same(argument(backward, "ids"))
-    return _rounded(ids.args[0]) if isinstance(ids, Node) and op_name(ids) == "getitem" else ""
+    core = ids.args[0] if isinstance(ids, Node) and op_name(ids) == "getitem" else None
+    return core if isinstance(core, Node) else None
 
 
 def rewrite(graph: Graph, matches: Mapping[str, list[Match]]) -> None:
-    fused: dict[Node, Match] = {}
+    fused: dict[Node | None, Match] = {}
     for match in matches["forward"]:
         old = match.root
         if ("transformed q" in match.found) != ("transformed k" in match.found):
             raise FusionError("only one of queries and keys has a Hadamard transform", where=describe(old))
-        args = (match["q"], match["k"], match["w"], match["cos"], match["sin"], argument(old, "start"))
-        args += (argument(old, "entry_end"), match["temperature"], argument(old, "topk"), argument(old, "ratio"))
-        new = put(graph, "indexer_select", args, at=old, like=old)
+        tensors = (match["q"], match["k"], match["w"], match["cos"], match["sin"], argument(old, "start"))
+        numbers = (match["temperature"], argument(old, "topk"), argument(old, "ratio"))
+        new = put(graph, "indexer_select", (*tensors, argument(old, "entry_end"), *numbers), at=old, like=old)
         old.replace_all_uses_with(new)
         fused[new] = match
     by_core = {match["core"]: match for match in matches["backward of w"]}
     for match in matches["backward of q"]:
         old = match["core"]
-        forward = fused[same(argument(old, "ids")).args[0]]
-        args = (argument(old, "grad"), argument(old, "ids"), forward["q"], forward["k"], forward["w"], forward["cos"])
-        args += (forward["sin"], forward["temperature"], argument(old, "ratio"))
+        forward = fused[_core(old)]
+        known = tuple(forward[name] for name in ("q", "k", "w", "cos", "sin", "temperature"))
+        args = (argument(old, "grad"), argument(old, "ids"), *known, argument(old, "ratio"))
         new = put(graph, "indexer_select_backward", args, at=old, like=old)
         dq, dk, dw = outputs(graph, new, (0, 1, 2))
         instead(match.root, dq)

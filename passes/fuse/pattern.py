@@ -120,8 +120,10 @@ def _compare(pattern: Any, value: Any, user: Node, found: dict[str, Any], agreed
                 found[name] = value
             for key, part in args.items():
                 miss = _compare(part, argument(value, key), value, found, agreed)
+                if miss is not None and miss.node is value:
+                    return Miss(miss.agreed, value, f"argument {key!r}: {miss.difference}")
                 if miss is not None:
-                    return miss if miss.node is not value else Miss(miss.agreed, value, f"argument {key!r}: {miss.difference}")
+                    return miss
                 agreed[0] += 1
         case _ if pattern != value:
             return Miss(agreed[0], user, f"{pattern!r} was expected and {_shown(value)} was found")

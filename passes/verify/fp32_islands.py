@@ -9,6 +9,7 @@ looked at.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch.fx import Node
@@ -53,14 +54,28 @@ SOFTMAXES = frozenset({"aten._softmax", "aten.softmax", "aten._safe_softmax", "s
 LOGARITHMS = frozenset({"aten._log_softmax", "aten.log_softmax", "aten.logsumexp", "log_softmax", "logsumexp"})
 WAVES = frozenset({"aten.cos", "aten.sin", "cos", "sin"})
 MEANS = frozenset({"aten.mean", "aten.sum", "aten.var", "aten.var_mean", "mean", "sum"})
+SQUARES = frozenset({"aten.pow", "aten.mul", "aten.square", "pow", "mul", "square"})
 PLUS_EPS = frozenset({"aten.add", "aten.clamp", "aten.clamp_min", "aten.mul", "aten.div", "aten.maximum", "add"})
 
 
 def check(subject: Subject) -> Iterator[Checked | Violation]:
+    """One violation for each line of code, however many layers run it."""
+    lines: dict[tuple[str, str], list[Violation]] = {}
+    for outcome in _places(subject):
+        if isinstance(outcome, Violation):
+            lines.setdefault((outcome.message, outcome.source or outcome.node), []).append(outcome)
+        else:
+            yield outcome
+    for same in lines.values():
+        modules = len({v.module for v in same})
+        more = f" (and in {modules - 1} more module{'s' * (modules > 2)})" if modules > 1 else ""
+        yield replace(same[0], message=same[0].message + more)
+
+
+def _places(subject: Subject) -> Iterator[Checked | Violation]:
     flows = backward_nodes(o.tangent for o in subject.objectives.values() if o.tangent is not None)
     needed = live(subject.nodes)
     to_losses = depends(o.output for o in subject.objectives.values())
-    seen: set[tuple[Node, str]] = set()
     for node in subject.nodes:
         if node in flows or node not in needed or node.op not in ("call_function", "call_method"):
             continue
@@ -79,11 +94,7 @@ def check(subject: Subject) -> Iterator[Checked | Violation]:
         elif name in ("aten.sum", "aten.index_add", "aten.scatter_add"):
             outcomes = _experts(node)
         for outcome in outcomes:
-            if outcome is None:
-                yield Checked(node.name)
-            elif (key := (node, outcome.message)) not in seen:
-                seen.add(key)
-                yield outcome
+            yield Checked(node.name) if outcome is None else outcome
     yield from _parameters(subject, flows, needed)
     for objective, o in subject.objectives.items():
         if narrow(o.output):
@@ -158,8 +169,10 @@ def _norm(node: Node, flows: set[Node]) -> Iterator[Violation | None]:
         if narrow(at):
             break
         at = at.all_input_nodes[0]
-    squares = at.all_input_nodes[0] if op_name(at) in MEANS else at
-    low = next((n for n in (node, at, squares) if narrow(n)), None)
+    low = next((n for n in (node, at) if narrow(n)), None)
+    if low is None and op_name(at) in MEANS:
+        squares = chain(at.all_input_nodes[0])
+        low = next((n for n in squares if narrow(n)), None) if op_name(squares[-1]) in SQUARES else None
     if low is not None:
         if op_name(at) in MEANS or low is node:
             yield _found(

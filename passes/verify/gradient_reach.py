@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from torch.fx import Node
 
-from dsv4c.passes.flow import backward_nodes, carries, forms
+from dsv4c.passes.flow import backward_nodes, carries, floating, forms
 from dsv4c.passes.graph import (
     depends,
     describe,
@@ -20,6 +20,7 @@ from dsv4c.passes.graph import (
     op_name,
     reach,
     shortest_path,
+    source_of,
     value,
 )
 from dsv4c.passes.places import frame_in, prefixes, variable, where, within
@@ -131,27 +132,27 @@ def _leaks(
         if node not in flows and node.meta.get("seq_nr") is not None and node.op == "call_function":
             forward.setdefault(node.meta["seq_nr"], []).append(node)
     used = {node.meta["seq_nr"] for node in leaking if node.meta.get("seq_nr") is not None}
-    told: set[Node | None] = set()
+    entries: dict[Node | None, list[tuple[Node, Node, Node | None]]] = {}
     for before, after in crossings:
         operation, entering = _forward_value(forward, after, foreign)
         module = _trained_module(subject, operation, allows)
-        made = entering
-        while made is not None and carries(made) and within(module_of(made), module):
-            made = made.all_input_nodes[0]
-        if made in told:
-            continue
-        told.add(made)
-        through = reach([after])
+        while entering is not None and carries(entering) and within(module_of(entering), module):
+            entering = entering.all_input_nodes[0]
+        made = _before_line(entering, operation, foreign)
+        # Parameters that are used directly are one mistake, however many there are.
+        same = next((m for m in entries if m is not None and made is not None and m.op == made.op == "placeholder"), made)
+        entries.setdefault(same, []).append((before, after, operation))
+    for made, ways in list(entries.items())[:3]:  # further ones are most likely the same mistake
+        through = reach([after for _, after, _ in ways])
         names = [n for n in leaks if subject.parameters[n].gradient in through] or leaks
-        way = shortest_path(tangent, before) + shortest_path(after, forbidden)
-        use = operation
+        before, after, use = ways[0]
+        module = _trained_module(subject, use, allows)
         if made is not None:
             at = [n for form in forms(made) for n in form.users if n.meta.get("seq_nr") in used and n not in flows]
-            at = [n for n in at if within(module_of(n), module) and n in order]
-            use = min(at, key=order.__getitem__, default=operation)
+            at = [n for n in at if within(module_of(n), module) and op_name(n) not in ("aten.detach", "aten.alias")]
+            use = min(at, key=order.__getitem__, default=use)
+        way = shortest_path(tangent, before) + shortest_path(after, forbidden)
         yield _leak(objective, names, module, made, use, way, after)
-        if len(told) == 3:  # further ones are most likely the same mistake
-            return
 
 
 def _leak(
@@ -162,9 +163,11 @@ def _leak(
     if made is None or use is None:
         return violation(NAME, message, after, path=path, hint=f"cut the path at {after.name}")
     frame = frame_in(use, module)
-    name = variable(frame) or made.name
+    name = variable(frame, made) or made.name
     inner = f" {module}" if module else " the objective"
-    maker = "a parameter" if made.op == "placeholder" else f"made in {where(made)},"
+    maker = f"made in {where(made)},"
+    if made.op == "placeholder":
+        name, maker = names[0], "a parameter,"
     hint = f"detach {name} before this line uses it"
     if frame is not None and frame.text:
         hint += f": {frame.text}"
@@ -189,6 +192,16 @@ def _forward_value(
         if same or inputs:
             return operation, (same or inputs)[0]
     return (operations[0] if operations else None), None
+
+
+def _before_line(made: Node | None, use: Node | None, foreign: set[Node]) -> Node | None:
+    """What a line reads, of a value that is made within the line that uses it."""
+    while made is not None and use is not None and made.op == "call_function" and source_of(made) == source_of(use):
+        inputs = [n for n in made.all_input_nodes if n in foreign and floating(n)]
+        if len(inputs) != 1 or not source_of(made):
+            break
+        made = inputs[0]
+    return made
 
 
 def _trained_module(subject: Subject, operation: Node | None, allows: Callable[[str], bool]) -> str:

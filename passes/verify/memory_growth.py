@@ -125,9 +125,9 @@ def _per_query(tensor: Written, names: Mapping[sympy.Symbol, str], chosen: int, 
     """Whether the tensor holds K vectors for each query: K times the width is in the number of elements per token."""
     if not chosen or any(isinstance(n, int) and n >= chosen * width for n in tensor.shape):
         return False  # an axis that long is one of the model's own, the vocabulary
-    tokens = sympy.Mul(*names)
-    each = sympy.cancel(tensor.elements / tokens)
-    return bool(each.is_Integer and each >= chosen * width and each % (chosen * width) == 0)
+    grows = [s for s in tensor.elements.free_symbols if s in names]
+    each = sympy.cancel(tensor.elements / sympy.Mul(*grows))
+    return bool(grows and each.is_Integer and each >= chosen * width and each % (chosen * width) == 0)
 
 
 def _grown(

@@ -1,8 +1,8 @@
 """``mixing``: residual streams are mixed by the transpose of the matrix that Sinkhorn made, as the formula has it.
 
-``X'_k = post_k y + sum_j comb_jk X_j``: the first index of comb is summed.  Untransposed, comb passes every test of shapes and
-of row and column sums, and is wrong; so does a comb of another mixing.  The operator sums the right index; what remains to
-be shown is that it gets comb, post and the streams as they belong together.
+``X'_k = post_k y + sum_j comb_jk X_j``: the first index of comb is summed.  Untransposed, comb passes every test of shapes
+and of row and column sums, and is wrong; so does a comb of another mixing.  The operator sums the right index; what remains
+to be shown is that it gets comb, post and the streams as they belong together.
 """
 
 from __future__ import annotations

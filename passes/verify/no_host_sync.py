@@ -1,12 +1,13 @@
 """``no-host-sync``: nothing in a step waits for a value on the host.
 
-Reading a number (``.item()``, ``bool(tensor)``), asking how many elements pass a test (``nonzero``, a boolean mask as index) and
-moving a tensor between devices stall the queue of an accelerator once for every time they run.
+Reading a number (``.item()``, ``bool(tensor)``), asking how many elements pass a test (``nonzero``, a boolean mask as index)
+and moving a tensor between devices stall the queue of an accelerator every time they run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from dsv4c.passes.verify.subject import Subject
 NAME = "no-host-sync"
 READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal", "aten.allclose")
 COUNTS = frozenset(
-    f"aten.{name}"
-    for name in "nonzero argwhere masked_select unique _unique2 unique_dim unique_consecutive bincount".split()
-)
+    ("aten.nonzero", "aten.argwhere", "aten.masked_select", "aten.unique", "aten._unique2", "aten.unique_dim",
+     "aten.unique_consecutive", "aten.bincount")
+)  # fmt: skip
 COPIES = ("aten._to_copy", "prims.device_put", "aten.copy", "aten.copy_", "prims.convert_element_type", "aten.to")
 INDEXES = ("aten.index", "aten.index_put", "aten._unsafe_index", "aten._unsafe_index_put", "aten.index_put_")
 
@@ -46,15 +47,15 @@ def _wait(node: Node) -> tuple[str, str] | None:
     if name in INDEXES and (mask := _mask(node)) is not None:
         if "put" in name and value(node) is not None and _is_scalar(node.args[2]):
             return None  # masked assignment of one number is where()
-        return f"{node.name} indexes by the boolean mask {mask.name}: how many elements that are is known on the device only", (
-            "use torch.where or masked_fill, which keep the shape"
-        )  # fmt: skip
+        why = "how many elements that are is known on the device only"
+        hint = "use torch.where or masked_fill, which keep the shape"
+        return f"{node.name} indexes by the boolean mask {mask.name}: {why}", hint
     if name in COUNTS or _has_unknown_size(node):
         return f"{node.name} ({name}) has a size that is known on the device only", "use torch.where, sort or searchsorted"
     source = node.args[0] if name in COPIES and node.args else None
-    if isinstance(source, Node) and (before := value(source)) is not None and (after := value(node)) is not None:
-        if before.device.type != after.device.type:
-            return f"{node.name} copies from {before.device} to {after.device}", f"make it on {after.device} from the start"
+    before, after = value(source) if isinstance(source, Node) else None, value(node)
+    if before is not None and after is not None and before.device.type != after.device.type:
+        return f"{node.name} copies from {before.device} to {after.device}", f"make it on {after.device} from the start"
     return None
 
 
@@ -72,7 +73,7 @@ def _has_unknown_size(node: Node) -> bool:
     """Whether the node makes a tensor with a size that depends on data, which its inputs do not have."""
 
     def unknown(held: object) -> set[str]:
-        sizes = [n for n in held.shape if isinstance(n, torch.SymInt)] if isinstance(held, Tensor) else []
+        sizes: list[Any] = [n for n in held.shape if isinstance(n, torch.SymInt)] if isinstance(held, Tensor) else []
         return {str(s) for n in sizes for s in n.node.expr.free_symbols if str(s).startswith("u")}
 
     own = set().union(*(unknown(h) for h in _held(node)))

@@ -1,8 +1,8 @@
 """``no-recompute-of-random``: what was chosen or drawn in the forward is kept, not chosen or drawn again in the backward.
 
-Recomputed activations are rounded as they were the first time only as long as the same kernels run: a near-tie that falls the
-other way sends a token to another expert than the gradient is for, and a random number drawn again is another one.  Choices
-among integers that are kept may be made again: there is no rounding in them.
+Recomputed activations are rounded as they were the first time only as long as the same kernels run: a near-tie that falls
+the other way sends a token to another expert than the gradient is for, and a random number drawn again is another one.
+Choices among integers that are kept may be made again: there is no rounding in them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from dsv4c.passes.verify.subject import Subject
 
 NAME = "no-recompute-of-random"
 CHOICES = frozenset(
-    ("dsv4.route", "dsv4.indexer_topk", "aten.topk", "aten.sort", "aten.argsort", "aten.argmax", "aten.argmin", "aten.kthvalue")
+    ("dsv4.route", "dsv4.indexer_topk", "aten.topk", "aten.sort", "aten.argsort", "aten.argmax", "aten.argmin",
+     "aten.kthvalue")
 )  # fmt: skip
-RANDOM = frozenset(
-    f"{space}.{name}"
-    for space in ("aten", "prims", "rngprims")
-    for name in (
-        "rand randn randint rand_like randn_like randint_like randperm bernoulli native_dropout dropout multinomial normal "
-        "uniform exponential philox_rand inductor_random inductor_seeds"
-    ).split()
-)
+_DRAWS = (
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "native_dropout",
+    "dropout", "multinomial", "normal", "uniform", "exponential", "philox_rand", "inductor_random", "inductor_seeds",
+)  # fmt: skip
+RANDOM = frozenset(f"{space}.{name}" for space in ("aten", "prims", "rngprims") for name in _DRAWS)
 
 
 def check(subject: Subject) -> Iterator[Checked | Violation]:

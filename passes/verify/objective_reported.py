@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
-from dsv4c.passes.flow import backward_nodes, carries, chain
+from dsv4c.passes.flow import backward_nodes, carries, chain, floating
 from dsv4c.passes.graph import depends, find, op_name, reach, value
 from dsv4c.passes.verify.report import Violation, violation
 from dsv4c.passes.verify.rule import Checked, Rule
@@ -24,6 +24,9 @@ LOSSES = ("dsv4.indexer_kl", "dsv4.indexer_distillation")
 """Operators that exist for a loss only."""
 MULTIPLICATIONS, DIVISIONS = ("aten.mul", "mul"), ("aten.div", "truediv", "div")
 REDUCTIONS = ("aten.sum", "aten.mean", "sum", "mean")
+FACTORIES = frozenset(
+    f"aten.{name}" for name in ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full")
+)
 GATHERED = ("aten.stack", "aten.cat", "stack", "cat")
 
 
@@ -40,18 +43,21 @@ def check(subject: Subject) -> Iterator[Checked | Violation]:
             )  # fmt: skip
             continue
         found = list(_objective(subject, name)) or list(_factors(subject, name))
-        yield from found or [Checked(name)]
+        yield from found
+        if not found:
+            yield Checked(name)
     yield from _metrics(subject)
 
 
 def _objective(subject: Subject, name: str) -> Iterator[Violation]:
     objective = subject.objectives[name]
-    weights = {p.node: n for n, p in subject.parameters.items()}
-    if not depends([objective.output]) & set(weights):
+    if not _values_of(objective.output) & _weights(subject):
         yield violation(
-            NAME, f"the objective {name} is a constant: no parameter that asks for a gradient is in it", objective.output,
+            NAME, f"the objective {name} is a constant: no parameter is in it", objective.output,
             path=[objective.output], hint="an objective that is off is left out of the outputs; one that is on has a loss",
         )  # fmt: skip
+        return
+    if name in subject.watched:
         return
     trained = reach([objective.tangent]) if objective.tangent is not None else set()
     if not any(p.gradient in trained for p in subject.parameters.values() if p.gradient is not None):
@@ -61,6 +67,25 @@ def _objective(subject: Subject, name: str) -> Iterator[Violation]:
             path=[cut, objective.output] if cut is not objective.output else [cut],
             hint="return the loss with its gradient; detach the copy that is a metric",
         )  # fmt: skip
+
+
+def _values_of(node: Node) -> set[Node]:
+    """What a value is computed from: a tensor made like another has its shape and none of its numbers."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        at = waiting.pop()
+        if op_name(at) in FACTORIES:
+            continue
+        for source in at.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return seen
+
+
+def _weights(subject: Subject) -> set[Node]:
+    """Parameters, frozen ones and buffers of floats included."""
+    return {p.node for p in subject.parameters.values()} | {n for n in subject.frozen.values() if floating(n)}
 
 
 def _way(node: Node) -> list[Node]:
@@ -96,19 +121,14 @@ def _metrics(subject: Subject) -> Iterator[Checked | Violation]:
         name = key.rpartition(".")[2]
         if name not in subject.objectives:
             continue
-        floats = {n for n in depends([subject.objectives[name].output]) if n.op == "call_function"}
-        if depends([node]) & floats - _counted(node):
+        floats = {n for n in _values_of(subject.objectives[name].output) if n.op == "call_function" and floating(n)}
+        if floats & {n for n in _values_of(node) if op_name(n) not in FACTORIES}:
             yield Checked(key)
         else:
             yield violation(
                 NAME, f"the metric {key} does not depend on the objective {name}", node, path=[node],
                 hint=f"report the value of {name}, or leave the metric out",
             )  # fmt: skip
-
-
-def _counted(node: Node) -> set[Node]:
-    """What a value depends on that holds no float: counts, masks, indices."""
-    return {n for n in depends([node]) if (v := value(n)) is None or not v.is_floating_point()}
 
 
 def _factors(subject: Subject, name: str) -> Iterator[Violation]:
@@ -133,9 +153,9 @@ def _factors(subject: Subject, name: str) -> Iterator[Violation]:
         if not math.isclose(factor, wanted, rel_tol=1e-6):
             times = ""
             if wanted not in (0.0, 1.0) and factor > 0 and math.isclose(factor, wanted**2, rel_tol=1e-6):
-                times = ": the coefficient is applied twice"
+                times = ": it is applied twice"
             elif math.isclose(factor, 1.0):
-                times = ": the coefficient is not applied"
+                times = ": it is not applied"
             at = next((n for n in _constants(output)), output)
             yield violation(
                 NAME, f"the objective {name} is multiplied by {factor:.6g} and its coefficient is {wanted:.6g}{times}", at,
@@ -146,7 +166,7 @@ def _factors(subject: Subject, name: str) -> Iterator[Violation]:
 
 def _paths(output: Node, subject: Subject) -> Iterator[tuple[float, list[Node], Node]]:
     """(product of constant factors, divisions by counts, reduction over tokens) of each way from an output to its sums."""
-    learned = reach([p.node for p in subject.parameters.values()])
+    learned = reach(_weights(subject))
     waiting: list[tuple[Node, float, list[Node]]] = [(output, 1.0, [])]
     seen: set[tuple[Node, float, int]] = set()
     while waiting:

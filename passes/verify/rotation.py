@@ -9,7 +9,7 @@ read and only its identity is compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -126,10 +126,10 @@ def check(subject: Subject) -> Iterator[Checked | Violation]:
         if not is_backward(indexer):
             yield from _indexer(reader, indexer, queries)
     for teacher in find(subject.graph.graph, TEACHER):
-        if not is_backward(teacher) and (core := _core_of(teacher, queries)):
+        if not is_backward(teacher) and (taught_by := _core_of(teacher, queries)):
             at = f"{_place(teacher)}: teacher's"
-            yield from _once(reader, teacher, "q", f"{at} queries", queries[core])
-            yield from _entries(reader, teacher, "entries", f"{at} entries", queries[core], core)
+            yield from _once(reader, teacher, "q", f"{at} queries", queries[taught_by])
+            yield from _entries(reader, teacher, "entries", f"{at} entries", queries[taught_by], taught_by)
 
 
 def _place(node: Node) -> str:
@@ -145,7 +145,7 @@ def _core_of(node: Node, queries: dict[Node, Table]) -> Node | None:
 
 def _once(
     reader: _Reader, user: Node, name: str, place: str, own: Table | None
-) -> Iterator[Checked | Violation]:  # returns the rotation  # fmt: skip
+) -> Generator[Checked | Violation, None, Node | None]:  # fmt: skip
     """That an argument is rotated once, forward, by the layer's own table; the value is that rotation if there is one."""
     node = argument(user, name)
     ways = reader.behind(node)
@@ -199,12 +199,12 @@ def _wrong_positions(reader: _Reader, found: Table, own: Table, core: Node) -> t
     if found.is_input or own.is_input:
         same = reader.same(found, own)
         return (None, "are rotated by the queries' table", "use the table of the window starts") if same else None
-    pairs = [_positions(t) for t in (found, own)]
-    if pairs[0] is None or pairs[1] is None:
+    theirs, its_own = _positions(found), _positions(own)
+    if theirs is None or its_own is None:
         return None, "are rotated by a table that is not cos and sin of positions times frequencies", "build it as such"
-    (at, frequencies), (queries, own_frequencies) = pairs
+    (at, frequencies), (queries, own_frequencies) = theirs, its_own
     if not reader.values.same(frequencies, own_frequencies):
-        return frequencies, "are rotated with other frequencies than the layer's queries", (
+        return at, "are rotated with other frequencies than the layer's queries", (
             "one table a layer: entries take the frequencies of the layer that reads them"
         )  # fmt: skip
     ratio, entry_end = int(argument(core, "ratio")), argument(core, "entry_end")
@@ -213,9 +213,9 @@ def _wrong_positions(reader: _Reader, found: Table, own: Table, core: Node) -> t
         counted = op_name(_shifted(at)[0]) == "aten.arange"
         where = "at their index among the entries" if counted else "at positions that are not gathered from the tokens'"
         return at, f"are rotated {where}", hint
-    if not reader.values.same(at.args[0], queries):
+    if not reader.values.same(argument(at, "self"), queries):
         return at, "are rotated at other positions than those the queries are rotated at", hint
-    index, offset = _shifted(at.args[2])
+    index, offset = _shifted(argument(at, "index"))
     if not reader.values.same(index, _shifted(entry_end)[0]):
         return at, "are rotated at tokens that do not follow from where their windows end", hint
     if offset != 1 - ratio:
@@ -243,9 +243,9 @@ def _shifted(node: Node) -> tuple[Node, int]:
         c = constant(node.args[1]) if len(node.args) > 1 and name in ("aten.add", "aten.sub") else None
         if c is not None:
             offset += int(c) if name == "aten.add" else -int(c)
-        elif name not in ("aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.minimum", "aten.maximum"):
+        elif name not in ("aten.clamp", "aten.clamp_min", "aten.clamp_max") or not node.all_input_nodes:
             break
-        node = bare(node.args[0])
+        node = bare(node.all_input_nodes[0])
     return node, offset
 
 

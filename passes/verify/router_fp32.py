@@ -20,6 +20,7 @@ from dsv4c.passes.flow import (
     consumers,
     dtype_name,
     floating,
+    forms,
     gradient_products,
     is_product,
     live,
@@ -56,15 +57,21 @@ def check(subject: Subject) -> Iterator[Checked | Violation]:
     flows = backward_nodes(o.tangent for o in subject.objectives.values() if o.tangent is not None)
     needed = live(subject.nodes)
     first: Node | None = None
+    told: set[str] = set()
     for pattern in subject.routers:
         for router in _matching(subject, pattern, flows, needed):
             found = list(_router(subject, router, flows, needed))
             first = next(iter(router.products), None) or first
-            yield from found or [Checked(router.name)]
+            yield from found
+            told |= {v.node for v in found}
+            if not found:
+                yield Checked(router.name)
     for node in find(subject.graph.graph, "dsv4.route"):
-        found = list(_operator(subject, node))
+        found = list(_operator(subject, node, told))
         first = first or node
-        yield from found or [Checked(node.name)]
+        yield from found
+        if not found:
+            yield Checked(node.name)
     if first is not None:
         yield from _settings(subject, first)
 
@@ -180,16 +187,16 @@ def _bias(subject: Subject, router: str, joined: Node, at: Node) -> Violation:
     )  # fmt: skip
 
 
-def _operator(subject: Subject, node: Node) -> Iterator[Violation]:
-    """``dsv4.route``: logits that were never held in less than fp32, and such a bias."""
+def _operator(subject: Subject, node: Node, told: set[str]) -> Iterator[Violation]:
+    """``dsv4.route``: logits that were never held in less than fp32, and such a bias; ``told``: nodes already reported."""
     logits, bias = argument(node, "logits"), argument(node, "bias")
     low = rounded_at(logits)
-    if low is not None:
+    if low is not None and not told & {n.name for n in chain(logits)}:
         yield violation(
             NAME, f"dsv4.route decides on logits that were {dtype_name(low)}", low, path=[low, logits, node],
             hint="multiply in fp32; widening the result restores nothing",
         )  # fmt: skip
-    if bias is not None and rounded_at(bias) is not None:
+    if bias is not None and rounded_at(bias) is not None and node.name not in told:
         yield _bias(subject, module_of(node) or node.name, bias, node)
 
 
@@ -210,8 +217,8 @@ def _stream(subject: Subject, router: _Router, product: Node, flows: set[Node]) 
     """The experts' sum goes back to the dtype of the activations before it joins them."""
     name = router.name.rpartition(".")[0] if router.weight is not None else router.name
     block = name.rpartition(".")[0]  # the module that holds router and experts
-    x = max((chain(n) for n in product.all_input_nodes if _computed(n)), key=len, default=[])
-    entering = next((n for n in x if narrow(n)), None)
+    weight = set(forms(router.weight)) if router.weight is not None else set()
+    entering = next((low for n in product.all_input_nodes if n not in weight and (low := rounded_at(n))), None)
     if not block or entering is None:
         return
     size = value(entering).numel()  # type: ignore[union-attr]  # a narrow node is a tensor

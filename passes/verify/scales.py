@@ -1,8 +1,8 @@
 """``scales``: every constant that multiplies scores or weights is there once.
 
-Attention logits have ``c^-0.5``; the indexer's scores ``ci^-0.5 Hi^-0.5`` in all, wherever it is applied (a positive constant
-cannot be seen by top-k and makes or breaks the distillation); cosines and sines have no factor, and neither have the
-routing weights after the operator that normalises them to ``route_scale``.
+Attention logits have ``c^-0.5``; the indexer's scores ``ci^-0.5 Hi^-0.5`` in all, wherever it is applied (a positive
+constant cannot be seen by top-k and makes or breaks the distillation); cosines and sines have no factor, and neither have
+the routing weights after the operator that normalises them to ``route_scale``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _attention(core: Node) -> Iterator[Checked | Violation]:
         extra = factors(argument(core, name))
         for node, c in extra:
             yield violation(
-                NAME, f"{name} of {core.name} is multiplied by {c:.9g} after its norm: the logits are scaled again", node,
+                NAME, f"{name} of {core.name} is multiplied by {c:.6g} after its norm: the logits are scaled again", node,
                 path=[node, core], hint=f"remove the factor: the logits are scaled by {width}^-0.5 inside {op_name(core)}",
             )  # fmt: skip
         if not extra:
@@ -121,8 +121,8 @@ def _table(rotation: Node) -> Iterator[Checked | Violation]:
             if pair[1] != 1.0:
                 wrong = True
                 yield violation(
-                    NAME, f"{name} of {rotation.name} is multiplied by {pair[1]:.9g}: the rotation stretches", at,
-                    path=[at, rotation], hint="YaRN changes frequencies here and no magnitude: use cos() and sin() as they are",
+                    NAME, f"{name} of {rotation.name} is multiplied by {pair[1]:.6g}: the rotation stretches", at,
+                    path=[at, rotation], hint="YaRN changes frequencies and no magnitude: use cos() and sin() as they are",
                 )  # fmt: skip
             at = bare(pair[0])
     if not wrong:
@@ -142,7 +142,7 @@ def _routing(route: Node) -> Iterator[Checked | Violation]:
             if pair is not None and pair[1] != 1.0:
                 wrong = True
                 yield violation(
-                    NAME, f"the experts' weights of {route.name} are multiplied by {pair[1]:.9g} again", user,
+                    NAME, f"the experts' weights of {route.name} are multiplied by {pair[1]:.6g} again", user,
                     path=[route, user], hint=f"dsv4.route has already normalised them to {argument(route, 'route_scale'):g}",
                 )  # fmt: skip
             if pair is not None or op_name(user) in _ROUTED or bare(user) is not user:
@@ -152,6 +152,6 @@ def _routing(route: Node) -> Iterator[Checked | Violation]:
 
 
 RULE = Rule(
-    NAME, "attention, indexer, tables and routing weights are each scaled by their constant once, and by nothing else", check,
-    ("joint", "forward"),
+    NAME, "attention, indexer, tables and routing weights are each scaled by their constant once, and by nothing else",
+    check, ("joint", "forward"),
 )  # fmt: skip

@@ -35,7 +35,7 @@ class Subject:
     passes, as they go to code generation).  ``returned``: other outputs by name, such as metrics.  ``expected``: the names
     of objectives that are on.  ``routers``: glob patterns over parameter names and module paths that are router weights.
     ``fp32``: glob patterns over parameters that are stored and used in fp32.  ``coefficients``: what each objective is
-    multiplied by, and that each is a mean.
+    multiplied by, and that each is a mean.  ``watched``: objectives that are reported while all they could train is frozen.
     ``trained`` is False for a graph without tangents (a user's forward graph): rules about gradients do not apply.
     """
 
@@ -51,6 +51,7 @@ class Subject:
     reduced_precision: Mapping[str, bool] = field(default_factory=dict)  # process settings: tf32, bf16 reductions
     fp32: tuple[str, ...] = ()
     coefficients: Mapping[str, float] = field(default_factory=dict)
+    watched: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> list[Node]:

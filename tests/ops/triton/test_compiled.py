@@ -73,18 +73,15 @@ def _attention(name: str, rotary: int) -> dict[str, Case]:
 
 
 def _indexer(name: str, rotary: int) -> dict[str, Case]:
-    tiles = indexer_topk.tiles(64, 128, rotary) | {"ROPE": rotary}
-    topk = tiles | {"BLOCK_N": indexer_topk.BLOCK_N, "KEPT": 512}
-    dq = tiles | {"BLOCK_N": indexer_topk_backward.BLOCK_N, "MAX_CHOSEN": 512}
-    dk = [tiles | {"BLOCK_K": indexer_topk_backward.BLOCK_K[itemsize]} for itemsize in (2, 4)]
-    return {
-        name: Case(indexer_topk._topk_kernel, topk, 1),
-        f"{name} dq": Case(indexer_topk_backward._dq_kernel, dq, 2, {"grad": "*fp32"}),
-        f"{name} dk": Case(indexer_topk_backward._dk_kernel, dk[0], 1, num_warps=8),
-        f"{name}, fp32": Case(indexer_topk._topk_kernel, topk, 1, FP32),
-        f"{name} dq, fp32": Case(indexer_topk_backward._dq_kernel, dq, 2, FP32),
-        f"{name} dk, fp32": Case(indexer_topk_backward._dk_kernel, dk[1], 1, FP32, num_warps=8),
-    }
+    topk, dq = {"BLOCK_N": indexer_topk.BLOCK_N, "KEPT": 512}, {"BLOCK_N": indexer_topk_backward.BLOCK_N, "MAX_CHOSEN": 512}
+    cases = {}
+    for suffix, itemsize, types in (("", 2, {"grad": "*fp32"}), (", fp32", 4, FP32)):
+        tiles, dk = indexer_topk.tiles(64, 128, rotary, itemsize), {"BLOCK_K": indexer_topk_backward.BLOCK_K[itemsize]}
+        tiles["ROPE"] = rotary
+        cases[f"{name}{suffix}"] = Case(indexer_topk._topk_kernel, tiles | topk, 1, types)
+        cases[f"{name} dq{suffix}"] = Case(indexer_topk_backward._dq_kernel, tiles | dq, 2, types)
+        cases[f"{name} dk{suffix}"] = Case(indexer_topk_backward._dk_kernel, tiles | dk, 1, types, num_warps=8)
+    return cases
 
 
 TAIL = {"score": "*fp32", "real": "*i1", "loss": "*fp32", "out": "*fp32"}
@@ -167,19 +164,19 @@ def test_a_rotation_takes_no_kernel_of_its_own(plain):
 
 
 @pytest.mark.parametrize(
-    ("module", "widths"),
+    ("module", "widths", "most"),
     [
-        (sparse_attention, (64, 512, 1024, 512, 128)),
-        (sparse_attention_backward, (64, 512, 1024, 512, 128)),
-        (indexer_topk, (64, 128, 1024, 512)),
-        (indexer_topk_backward, (64, 128, 1024, 512)),
+        (sparse_attention, (64, 512, 1024, 512, 128), 1.01),
+        (sparse_attention_backward, (64, 512, 1024, 512, 128), 1.01),
+        (indexer_topk, (64, 128, 1024, 512), 1.02),
+        (indexer_topk_backward, (64, 128, 1024, 512), 1.02),
     ],
 )
-def test_a_rotation_costs_at_most_a_hundredth_of_the_bytes(module, widths):
-    """Section 5b of performance.md. As a kernel of its own, in place, it would move 68.2 MB of attention's output."""
+def test_a_rotation_costs_no_bytes_but_its_table_s(module, widths, most):
+    """At most a hundredth of attention's (section 5b of performance.md) and, of the fewer that the indexer moves, two."""
     plain, rotating = (module.bytes_moved(1, 4096, *widths, rotary=rotary) for rotary in (0, 64))
     print(f"\n{module.__name__.rpartition('.')[2]:>26}: {plain} -> {rotating} bytes")
-    assert all(plain[part] <= rotating[part] <= 1.01 * plain[part] for part in plain)
+    assert all(plain[part] <= rotating[part] <= most * plain[part] for part in plain)
 
 
 def test_table_of_registers_local_memory_occupancy_and_instructions():

@@ -43,9 +43,9 @@ def build(kind: str, **changes: Any) -> DeepseekV4:
 
 
 @cache
-def captured(kind: str) -> tuple[DeepseekV4, Subject]:
+def captured(kind: str, dtype: torch.dtype = torch.float32) -> tuple[DeepseekV4, Subject]:
     """Captured once; callers change a copy."""
-    model = build(kind)
+    model = build(kind).to(dtype)
     return model, capture_model(model, seq_len=SEQ_LEN)
 
 
@@ -65,7 +65,7 @@ def run(graph: GraphModule, model: DeepseekV4, seed: int = 0) -> list[Tensor | N
         if hasattr(desc, "target"):
             args.append(values[desc.target.removeprefix("model.")].detach())
         elif "Tangent" in type(desc).__name__:
-            args.append(torch.ones(tuple(node.meta["val"].shape)))
+            args.append(torch.ones(tuple(node.meta["val"].shape), dtype=node.meta["val"].dtype))
         else:
             args.append(next(inputs))
     with torch.no_grad():

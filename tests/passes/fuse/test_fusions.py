@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4c.errors import FusionError
 from dsv4c.passes.base import operators
 from dsv4c.passes.fuse import FUSIONS, fuse
+from dsv4c.passes.fuse.expand import expanded
 from dsv4c.passes.graph import find, reach
 from tests.passes.fuse.graphs import KINDS, captured, copied, run
 
 # Matches of each fusion's chains in one layer of a kind; in the last, an MTP layer stands behind it.
 EXPECTED = {
-    "derotation": {kind: (1, 1) for kind in KINDS} | {"csa-mtp": (2, 2)},
+    "derotation": dict.fromkeys(KINDS, (1, 1)) | {"csa-mtp": (2, 2)},
     "indexer-scaling": {kind: (1, 1, 1) if kind.startswith("csa") else (0, 0, 0) for kind in KINDS},
     "distillation": {kind: (1,) if kind.startswith("csa") else (0,) for kind in KINDS},
-    "hyper-connections": {kind: (1, 1) for kind in KINDS} | {"csa-mtp": (2, 2)},
+    "hyper-connections": dict.fromkeys(KINDS, (1, 1)) | {"csa-mtp": (2, 2)},
 }
 # Operators that are gone and operators that have come where a fusion fired.
 OPERATORS = {
@@ -46,35 +48,59 @@ def test_it_fires_as_often_as_the_layer_has_its_chain(name: str, kind: str) -> N
     assert tuple(fired.matches.values()) == EXPECTED[name][kind]
     assert not fired.excused
     after, times = operators(graph.graph), EXPECTED[name][kind][0]
-    changed = {k: after[k] - before[k] for k in before.keys() | after.keys() if after[k] != before[k] and k not in ("getitem", "aten.detach")}
+    changed = {
+        k: after[k] - before[k]
+        for k in before.keys() | after.keys()
+        if after[k] != before[k] and k not in ("getitem", "aten.detach")
+    }
     assert changed == ({k: n * times for k, n in OPERATORS[name].items()} if times else {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_of_them_together_change_no_value_no_gradient_and_no_reach(kind: str) -> None:
-    model, subject = captured(kind)
+    # in fp64: what is left is no rounding of sums that cancel
+    model, subject = captured(kind, torch.float64)
     graph = copied(subject)
     expected = run(graph, model)
     trained = reached(graph)
     for fusion in FUSIONS.values():
         fuse(fusion, graph)
-    found = run(graph, model)
     assert reached(graph) == trained
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            assert float((a - b).abs().max()) <= 1e-5 * max(float(b.abs().max()), 1e-6)
+    assert_equal(run(graph, model), expected, 1e-10)
 
 
 @pytest.mark.parametrize("name", FUSIONS)
-def test_one_alone_changes_no_value_and_no_gradient(name: str) -> None:
+def test_one_alone_changes_no_value_and_no_gradient_in_fp32(name: str) -> None:
     model, subject = captured("csa-learned")
     graph = copied(subject)
     expected = run(graph, model)
     fuse(FUSIONS[name], graph)
-    for a, b in zip(run(graph, model), expected, strict=True):
-        assert a is None or b is None or float((a - b).abs().max()) <= 1e-5 * max(float(b.abs().max()), 1e-6)
+    # all gradients as one vector: a base or a scale alone is a few sums over tokens that may cancel, and is judged in fp64
+    found, expected = (torch.cat([t.flatten() for t in ts if t is not None]) for ts in (run(graph, model), expected))
+    assert_equal([found], [expected], 1e-5)
+
+
+def assert_equal(found: list[Tensor | None], expected: list[Tensor | None], tolerance: float) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert float((a - b).norm()) <= tolerance * max(float(b.norm()), 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_written_out_again_the_graph_is_what_it_was(kind: str) -> None:
+    model, subject = captured(kind, torch.float64)
+    graph = copied(subject)
+    before, expected = operators(graph.graph), run(graph, model)
+    for fusion in FUSIONS.values():
+        fuse(fusion, graph)
+    again = expanded(graph)
+    after = operators(again.graph)
+    ours = {k for k in before | after if k.startswith("dsv4.") and k not in ("dsv4.hadamard", "dsv4.rope")}
+    assert {k: after[k] for k in ours} == {k: before[k] for k in ours}
+    assert_equal(run(again, model), expected, 1e-10)
+    assert expanded(again) is again
 
 
 def reached(graph: torch.fx.GraphModule) -> list[list[bool]]:
@@ -133,6 +159,7 @@ def test_one_argument_that_differs_stops_it_and_is_named(name: str, argument: st
     with pytest.raises(FusionError) as error:
         fuse(FUSIONS[name], graph)
     text = str(error.value)
-    assert pattern.op in text and "attention.py" in text or "indexer.py" in text
+    assert pattern.op in text
+    assert ("attention.py" if name == "derotation" else "indexer.py") in text
     assert differs in text
     assert graph.graph.python_code("self").src == before  # nothing was half done

@@ -41,13 +41,17 @@ ROTATIONS: tuple[Mutant, ...] = (
         "the output is rotated back by the entries' table", Attention.project,
         ((_BACK, "o = rotate(o, at.entry_cos, at.entry_sin, inverse=True)"),), "rotation", _BACK, "another table",
     ),
-    Mutant("queries are not rotated", Attention.forward, ((_Q, "q = q"),), "rotation", "ops.sparse_attention(", "not rotated"),
+    Mutant(
+        "queries are not rotated", Attention.forward, ((_Q, "q = q"),), "rotation", "ops.sparse_attention(",
+        "not rotated",
+    ),
     Mutant(
         "queries are rotated twice", Attention.forward, ((_Q, "q = rotate(rotate(q, at.cos, at.sin), at.cos, at.sin)"),),
         "rotation", _Q, "rotated 2 times",
     ),
     Mutant(
-        "queries are rotated backward", Attention.forward, ((_Q, "q = rotate(q, at.cos, at.sin, inverse=True)"),), "rotation",
+        "queries are rotated backward", Attention.forward, ((_Q, "q = rotate(q, at.cos, at.sin, inverse=True)"),),
+        "rotation",
         _Q, "rotated backward",
     ),
     Mutant(
@@ -87,10 +91,16 @@ ROTATIONS: tuple[Mutant, ...] = (
     Mutant(
         "entries take the frequencies of window layers", layout.layer_layout,
         ((f"tables({_STARTS}, inv_freq)", f"tables({_STARTS}, inverse_frequencies(config, 0, at.start.device))"),),
-        "rotation", "return inv.float()", "other frequencies",
+        "rotation", "*tables(at.positions.gather", "other frequencies",
     ),
-    Mutant("the indexer's queries are not rotated", Indexer.forward, ((_Q, "q = q"),), "rotation", "ops.indexer_topk(", "not"),
-    Mutant("the indexer's keys are not rotated", Indexer.forward, ((_K, "self.compressor(x, at)"),), "rotation", "ops.indexer"),
+    Mutant(
+        "the indexer's queries are not rotated", Indexer.forward, ((_Q, "q = q"),), "rotation", "ops.indexer_topk(",
+        "not",
+    ),
+    Mutant(
+        "the indexer's keys are not rotated", Indexer.forward, ((_K, "self.compressor(x, at)"),), "rotation",
+        "ops.indexer",
+    ),
     Mutant(
         "the indexer's keys take the tokens' table", Indexer.forward,
         ((_K, _K.replace("at.entry_cos, at.entry_sin", "at.cos, at.sin")),), "rotation", "", "indexer: keys",
@@ -109,18 +119,21 @@ ROTATIONS: tuple[Mutant, ...] = (
 SCALES: tuple[Mutant, ...] = (
     Mutant("queries are scaled by YaRN's magnitude", Attention.forward, ((_Q, f"{_Q} * 1.2773"),), "scales", _Q, "1.2773"),
     Mutant(
-        "keys are scaled after their norm", Attention.latent, (("return rotate(x, cos, sin)", "return rotate(x * 1.1, cos, sin)"),),
+        "keys are scaled after their norm", Attention.latent, (("return rotate(x, cos, sin)",
+        "return rotate(x * 1.1, cos, sin)"),),
         "scales", "return rotate(x, cos, sin)", "kv of", config="swa",
     ),
     Mutant(
-        "attention has no scale", Attention.scale, (("self.width**-0.5", "1.0"),), "scales", "ops.sparse_attention(", "scale of",
+        "attention has no scale", Attention.scale, (("self.width**-0.5", "1.0"),), "scales", "ops.sparse_attention(",
+        "scale of",
     ),
     Mutant(
         "attention's scale is applied twice", Attention.scale, (("self.width**-0.5", "self.width**-1.0"),), "scales",
         "ops.sparse_attention(", "times 32^-0.5", config="hca",
     ),
     Mutant(
-        "queries are scaled beside attention's scale", Attention.forward, ((_Q, "q = rotate(q * self.scale, at.cos, at.sin)"),),
+        "queries are scaled beside attention's scale", Attention.forward, ((_Q,
+        "q = rotate(q * self.scale, at.cos, at.sin)"),),
         "scales", _Q, "scaled again",
     ),
     Mutant(
@@ -132,14 +145,17 @@ SCALES: tuple[Mutant, ...] = (
         "ops.indexer_topk(", "they have none",
     ),
     Mutant(
-        "the indexer's temperature is applied twice", Indexer.forward, ((_W, f"{_W} * self.temperature"),), "scales", _W, "twice",
+        "the indexer's temperature is applied twice", Indexer.forward, ((_W, f"{_W} * self.temperature"),), "scales", _W,
+        "twice",
     ),
     Mutant(
-        "the indexer's temperature has the factor of heads only", Indexer.temperature, (("self.width**-0.5 * ", ""),), "scales",
+        "the indexer's temperature has the factor of heads only", Indexer.temperature, (("self.width**-0.5 * ", ""),),
+        "scales",
         _W, "32^-0.5 is missing",
     ),
     Mutant(
-        "the indexer's temperature has the factor of width only", Indexer.temperature, ((" * self.heads**-0.5", ""),), "scales",
+        "the indexer's temperature has the factor of width only", Indexer.temperature, ((" * self.heads**-0.5", ""),),
+        "scales",
         _W, "4^-0.5 is missing",
     ),
     Mutant(
@@ -152,7 +168,8 @@ SCALES: tuple[Mutant, ...] = (
         "ops.indexer_kl(target", "into the loss",
     ),
     Mutant(
-        "the teacher has another scale", Attention.report, ((_TARGET, _TARGET.replace("self.scale", "1.0")),), "scales", _TARGET,
+        "the teacher has another scale", Attention.report, ((_TARGET, _TARGET.replace("self.scale", "1.0")),), "scales",
+        _TARGET,
     ),
     Mutant(
         "cos and sin have YaRN's magnitude", rope.tables, ((_TABLES, "return angle.cos() * 1.2773, angle.sin() * 1.2773"),),
@@ -160,7 +177,8 @@ SCALES: tuple[Mutant, ...] = (
     ),
     Mutant(
         "route_scale is applied again", Experts.forward,
-        (("routing.weights.flatten()", "(routing.weights * 1.5).flatten()"),), "scales", "routing.weights.flatten()", "again",
+        (("routing.weights.flatten()", "(routing.weights * 1.5).flatten()"),), "scales", "routing.weights.flatten()",
+        "again",
     ),
     Mutant(
         "route_scale is applied again after the experts", Experts.forward, ((".sum(1)", ".sum(1) * 1.5"),), "scales",
@@ -209,11 +227,12 @@ MEMORY: tuple[Mutant, ...] = (
     Mutant(
         "a mask [S,S] is written", layout.layer_layout,
         (("within = index - at.start", "within = index - at.start - (index[:, None] < index[None]).long().amin(1)"),),
-        "memory-growth", "within = index - at.start", "square of S", config="swa", symbolic=True,
+        "memory-growth", "within = index - at.start", "square of S", config="hca", symbolic=True,
     ),
     Mutant(
         "the watch on the selection looks at every query", captured_mass,
-        (("min(n_tokens, max(8, 65536 // max(n_entries, 1)))", "n_tokens"),), "memory-growth", "z = torch.einsum(", "square of S",
+        (("min(n_tokens, max(8, 65536 // max(n_entries, 1)))", "n_tokens"),), "memory-growth", "z = torch.einsum(",
+        "square of S",
         symbolic=True,
     ),
 )  # fmt: skip
@@ -235,15 +254,16 @@ HOST: tuple[Mutant, ...] = (
     ),
 )  # fmt: skip
 
-_SAVED = "chooses = op in (torch.ops.dsv4.route.default, torch.ops.dsv4.indexer_topk.default, torch.ops.aten.sort.stable)"
+_SAVED = "chooses = op in (ours.route.default, ours.indexer_topk.default, aten.topk.default, aten.sort.stable)"
 
 RECOMPUTED: tuple[Mutant, ...] = (
     Mutant(
-        "experts and entries are chosen again", block._keep_choices, ((_SAVED, "chooses = False"),), "no-recompute-of-random",
+        "experts and entries are chosen again", block._keep_choices, ((_SAVED, "chooses = False"),),
+        "no-recompute-of-random",
         "ops.route(", "dsv4.route chose", recompute=True,
     ),
     Mutant(
-        "entries are chosen again", block._keep_choices, (("torch.ops.dsv4.indexer_topk.default, ", ""),),
+        "entries are chosen again", block._keep_choices, (("ours.indexer_topk.default, ", ""),),
         "no-recompute-of-random", "ops.indexer_topk(", "dsv4.indexer_topk chose", recompute=True,
     ),
     Mutant(

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dsv4c import ops
 from dsv4c.passes.verify import verify
-from tests.passes.verify.graphs import B, S, messages, numbers, report
-from tests.passes.verify.mutation import subject
+from tests.passes.verify.traced import B, S, messages, model, numbers, report
 
 N, D = 4, 8
 STREAMS = (numbers(B, S, N, D), numbers(24, N * D), numbers(24), numbers(3))
@@ -23,7 +22,7 @@ def pre(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> tuple[Tenso
 
 @pytest.mark.parametrize("kind", ["swa", "csa-hash", "mtp"])
 def test_a_right_model_is_proved(kind: str) -> None:
-    found = verify(subject(kind), ["mixing"])
+    found = verify(model(kind), ["mixing"])
     assert found.ok and found.checked["mixing"] == (4 if kind == "mtp" else 2)
 
 

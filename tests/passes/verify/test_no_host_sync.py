@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from dsv4c.passes.verify import verify
-from tests.passes.verify.graphs import B, S, messages, numbers, report
-from tests.passes.verify.mutation import subject
+from tests.passes.verify.traced import B, S, messages, model, report
 
 
 @pytest.mark.parametrize("kind", ["swa-hash", "csa", "hca", "mtp"])
 def test_a_right_model_is_proved(kind: str) -> None:
-    found = verify(subject(kind), ["no-host-sync"])
+    found = verify(model(kind), ["no-host-sync"])
     assert found.ok, str(found)
     assert found.checked["no-host-sync"] > 500
 

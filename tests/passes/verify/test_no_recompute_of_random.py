@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4c.passes.verify import Subject, verify
-from tests.passes.verify.graphs import B, S, graph, messages
-from tests.passes.verify.mutation import subject
+from tests.passes.verify.traced import B, S, graph, messages, model
 
 RULE = ["no-recompute-of-random"]
 
@@ -18,7 +17,7 @@ RULE = ["no-recompute-of-random"]
 @pytest.mark.parametrize("kind", ["swa-hash", "csa", "hca", "mtp"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_right_model_is_proved(kind: str, recompute: bool) -> None:
-    found = verify(subject(kind, recompute=recompute), RULE)
+    found = verify(model(kind, recompute=recompute), RULE)
     assert found.ok, str(found)
     assert found.checked[RULE[0]] >= 3  # the router and both orders of the experts' rows
 
@@ -60,7 +59,9 @@ def test_without_checkpointing_nothing_is_recomputed() -> None:
 
 
 def test_a_choice_in_the_backward_graph_is_reported() -> None:
-    found = graph(lambda x, g: g.gather(-1, torch.relu(x).topk(2).indices), torch.ones(B, S), torch.ones(B, S), stage="backward")
+    found = graph(
+        lambda x, g: g.gather(-1, torch.relu(x).topk(2).indices), torch.ones(B, S), torch.ones(B, S), stage="backward"
+    )
     for node in found.nodes:
         node.meta["partitioner_tag"] = "is_backward"
     (message,) = messages(verify(found, RULE))

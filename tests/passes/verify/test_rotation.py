@@ -10,15 +10,15 @@ from torch import Tensor
 
 from dsv4c import ops
 from dsv4c.passes.verify import Subject, verify
-from tests.passes.verify.graphs import RATIO, B, C, H, K, P, R, S, graph, messages, numbers, report, whole
-from tests.passes.verify.mutation import CONFIGS, subject
+from tests.passes.verify.mutation import CONFIGS
+from tests.passes.verify.traced import RATIO, B, C, H, K, P, R, S, graph, messages, model, numbers, report, whole
 
 PLACES = {"swa": 3, "csa": 8, "hca": 4, "swa-hash": 3, "csa-hash": 8, "hca-hash": 4, "mtp": 6, "two": 11}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_right_model_is_proved_at_every_place(kind: str) -> None:
-    found = verify(subject(kind), ["rotation"])
+    found = verify(model(kind), ["rotation"])
     assert found.ok, str(found)
     assert found.checked["rotation"] == PLACES[kind]
 
@@ -44,7 +44,8 @@ def layer(
         entry_cos, entry_sin = (e_cos, e_sin) if given else tables(at, frequencies)
         queries, keys = (x @ wq).view(B, S, H, C), x @ wk
         o, _ = ops.sparse_attention(
-            q(queries, cos, sin, False), kv(keys, cos, sin, False), entries(pool @ wk, entry_cos, entry_sin, False), sink, start,
+            q(queries, cos, sin, False), kv(keys, cos, sin, False), entries(pool @ wk, entry_cos, entry_sin, False), sink,
+            start,
             end, None, C**-0.5, 4, RATIO,
         )  # fmt: skip
         return back(o, cos, sin).reshape(B, S, H * C) @ wo

@@ -104,7 +104,7 @@ def test_a_cast_after_the_choice_is_the_callers_business() -> None:
 def test_weights_that_are_normalised_in_bf16_are_reported() -> None:
     def low(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         weights = F.linear(x.float(), w.float()).topk(2).values.to(bf16)
-        return y * (weights / weights.sum(-1, keepdim=True))
+        return y.relu() * (weights / weights.sum(-1, keepdim=True))
 
     assert messages(low, tensor(N, 2)) == ["the weights of the router w_1 are computed in bfloat16"]
 
@@ -193,6 +193,11 @@ def test_an_fp32_sum_of_experts_may_not_promote_the_residual_stream() -> None:
 def test_a_router_that_autocast_lowers_is_reported() -> None:
     (message,) = found(block(cast=True, inside_autocast=bf16), RULE)
     assert message == "the router block.moe.gate.weight is multiplied in bfloat16"
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # a CPU switches autocast off instead of casting to fp32
+def test_a_router_that_asks_autocast_for_fp32_is_right() -> None:
+    assert found(block(cast=True, inside_autocast=f32), RULE) == []
 
 
 def test_a_module_path_names_a_router_where_no_parameter_does() -> None:

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from dsv4c import ops
 from dsv4c.passes.verify import verify
-from tests.passes.verify.graphs import RATIO, B, C, H, K, P, R, S, messages, numbers, report, whole
-from tests.passes.verify.mutation import CONFIGS, subject
+from tests.passes.verify.mutation import CONFIGS
+from tests.passes.verify.traced import RATIO, B, C, H, K, P, R, S, messages, model, numbers, report, whole
 
 TEMPERATURE = H**-0.5 * C**-0.5
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_right_model_is_proved(kind: str) -> None:
-    found = verify(subject(kind), ["scales"])
+    found = verify(model(kind), ["scales"])
     assert found.ok, str(found)
     assert found.checked["scales"] >= 7
 
@@ -68,10 +68,14 @@ def test_a_wrong_scale_is_reported(build: Callable[[], tuple[Callable[..., Tenso
     assert any(says in m for m in messages(found)), str(found)
 
 
-def indexer(q: float = 1.0, k: float = 1.0, w: float = 1.0, scores: float = 1.0) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+def indexer(
+    q: float = 1.0, k: float = 1.0, w: float = 1.0, scores: float = 1.0
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """An indexer with these constants on its operands, and on its scores before the loss."""
 
-    def forward(x: Tensor, keys: Tensor, weights: Tensor, start: Tensor, end: Tensor, target: Tensor, real: Tensor) -> Tensor:
+    def forward(
+        x: Tensor, keys: Tensor, weights: Tensor, start: Tensor, end: Tensor, target: Tensor, real: Tensor
+    ) -> Tensor:
         _, best = ops.indexer_topk(ops.hadamard(x * q), keys * k, weights * w, start, end, K, RATIO)
         return ops.indexer_kl(target, best * scores, real)[0]
 
@@ -80,7 +84,8 @@ def indexer(q: float = 1.0, k: float = 1.0, w: float = 1.0, scores: float = 1.0)
 
 
 @pytest.mark.parametrize(
-    "where", [{"w": TEMPERATURE}, {"q": TEMPERATURE}, {"q": C**-0.5, "w": H**-0.5}, {"q": C**-0.25, "k": C**-0.25, "w": H**-0.5}]
+    "where",
+    [{"w": TEMPERATURE}, {"q": TEMPERATURE}, {"q": C**-0.5, "w": H**-0.5}, {"q": C**-0.25, "k": C**-0.25, "w": H**-0.5}],
 )
 def test_the_temperature_may_be_anywhere_once(where: dict[str, float]) -> None:
     forward, args = indexer(**where)
