@@ -102,8 +102,11 @@ class Joint:
     buffers: dict[str, Node]
 
 
-# What waits for the host becomes a node of the graph instead of an error of the tracer.
-_SEES_EVERYTHING = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+# What waits for the host becomes a node of the graph instead of an error of the tracer; only sizes that are asked for are
+# symbolic, whatever sizes this process captured before.
+_SEES_EVERYTHING = {
+    "capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True, "automatic_dynamic_shapes": False,
+}  # fmt: skip
 
 
 def export_joint(module: nn.Module, args: tuple[Any, ...], dynamic: Mapping[int, tuple[int, ...]] | None = None) -> Joint:

@@ -37,7 +37,7 @@ log = logging.getLogger("dsv4c.passes")
 REFUSED = {"fullgraph": "regions are always compiled whole: a graph break would hide part of the model from every pass"}
 TRUNK = Reach(never=("*.indexer.*",))  # of an output that is no objective: nothing but its own loss trains the indexer
 ROUTER = "*ffn.gate.weight"  # in a region, and in a whole model
-KINDS = (".attn.", ".indexer.", ".compressor.", ".e_proj.", ".tid2eid")  # what tells one kind of layer from another
+KINDS = (".embed.", ".attn.", ".indexer.", ".compressor.", ".e_proj.", ".tid2eid")  # what tells one kind of layer from another
 NAMES = {"default": DEFAULT, "verify": Passes(only=("verify", "verify-generated"))}
 
 
@@ -110,7 +110,7 @@ def backend(module: GraphModule, inputs: list[Any], **options: Any) -> Any:
 def _region(module: GraphModule, names: list[str]) -> str:
     """The layer kind where the graph is one of our layers, or else the class of the outermost module in it."""
     has = {part for part in KINDS if any(part in f".{name}" for name in names)}
-    if ".attn." in has:
+    if ".attn." in has and ".embed." not in has:
         attention = "csa" if ".indexer." in has else "hca" if ".compressor." in has else "swa"
         return f"mtp-{attention}" if ".e_proj." in has else f"{attention}-{'hash' if '.tid2eid' in has else 'learned'}"
     for node in module.graph.nodes:
@@ -145,7 +145,8 @@ def _subject(
             objectives[marks[i] if known else f"output.{i}"] = Objective(
                 output or tangent, tangent, POLICIES[marks[i]] if known else TRUNK
             )  # fmt: skip
-    parameters = {names[i]: Parameter(node, found.gradients[i]) for i, node in found.inputs.items() if i in found.gradients}
+    # A backward graph lacks the inputs that it does not read: their gradients stand for them.
+    parameters = {names[i]: Parameter(found.inputs.get(i, g), g) for i, g in found.gradients.items()}
     frozen = {names[i]: node for i, node in found.inputs.items() if i not in found.gradients}
     return Subject(
         region, module, stage, objectives, parameters, frozen,

@@ -31,7 +31,7 @@ from dsv4c.passes.flow import (
     rounded_at,
     wide,
 )
-from dsv4c.passes.graph import argument, depends, module_of, op_name
+from dsv4c.passes.graph import argument, depends, module_of, op_name, value
 from dsv4c.passes.verify.report import Violation, violation
 from dsv4c.passes.verify.router_fp32 import WITHOUT_AUTOCAST
 from dsv4c.passes.verify.rule import Checked, Rule
@@ -75,7 +75,9 @@ def check(subject: Subject) -> Iterator[Checked | Violation]:
 def _places(subject: Subject) -> Iterator[Checked | Violation]:
     flows = backward_nodes(o.tangent for o in subject.objectives.values() if o.tangent is not None)
     needed = live(subject.nodes)
-    to_losses = depends(o.output for o in subject.objectives.values())
+    # What a compiled region hands on to the next one has a tangent too, and is no loss.
+    losses = {n: o.output for n, o in subject.objectives.items() if (v := value(o.output)) is not None and v.dim() == 0}
+    to_losses = depends(losses.values())
     for node in subject.nodes:
         if node in flows or node not in needed or node.op not in ("call_function", "call_method"):
             continue
@@ -96,10 +98,10 @@ def _places(subject: Subject) -> Iterator[Checked | Violation]:
         for outcome in outcomes:
             yield Checked(node.name) if outcome is None else outcome
     yield from _parameters(subject, flows, needed)
-    for objective, o in subject.objectives.items():
-        if narrow(o.output):
+    for objective, output in losses.items():
+        if narrow(output):
             yield violation(
-                NAME, f"the loss {objective} is {dtype_name(o.output)}", o.output, hint="compute losses from fp32 values"
+                NAME, f"the loss {objective} is {dtype_name(output)}", output, hint="compute losses from fp32 values"
             )
         else:
             yield Checked(objective)

@@ -42,7 +42,7 @@ def hash_router(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
 
 
 def test_right_routers_are_silent() -> None:
-    assert messages(softmax_router) == []
+    assert messages(softmax_router) == []  # these casts are also what torch.autocast(dtype=float32) leaves on an accelerator
     assert messages(softmax_router, weight=f32) == []
     assert messages(sigmoid_router, tensor(E, dtype=f32)) == []
     assert messages(hash_router, torch.zeros(N, 2, dtype=torch.long)) == []
@@ -193,11 +193,6 @@ def test_an_fp32_sum_of_experts_may_not_promote_the_residual_stream() -> None:
 def test_a_router_that_autocast_lowers_is_reported() -> None:
     (message,) = found(block(cast=True, inside_autocast=bf16), RULE)
     assert message == "the router block.moe.gate.weight is multiplied in bfloat16"
-
-
-@pytest.mark.filterwarnings("ignore:In CPU autocast")  # a CPU switches autocast off instead of casting to fp32
-def test_a_router_that_asks_autocast_for_fp32_is_right() -> None:
-    assert found(block(cast=True, inside_autocast=f32), RULE) == []
 
 
 def test_a_module_path_names_a_router_where_no_parameter_does() -> None:
