@@ -29,9 +29,9 @@ has no autograd formula:
 ``hc_post_pre``                ``hc_post`` of a block and ``hc_pre`` of the next, which reads the new streams as they arise
 ============================== ==============================================================================
 
-The model calls all but ``sinkhorn``, which ``hc_pre`` has inside.  ``rope_`` is ``rope`` written into its input, for a caller
-who gives that up.  Kernels for a CPU that vectorised torch cannot make fast are in :mod:`dsv4c.ops.cpp`, those for GPUs in
-:mod:`dsv4c.ops.triton`.
+The model calls all but ``sinkhorn``, which ``hc_pre`` has inside.  ``rope_`` is ``rope`` written into its input, for a
+caller who gives that up.  Kernels for a CPU that vectorised torch cannot make fast are in :mod:`dsv4c.ops.cpp`, those for
+GPUs in :mod:`dsv4c.ops.triton`.
 
 ``DSV4_OPS=reference`` in the environment, or :func:`use_reference`, makes the model run on the references instead: they are
 plain differentiable torch, so ``torch.func`` and double precision go through them.
@@ -61,6 +61,7 @@ from dsv4c.ops import sinkhorn as _sinkhorn
 from dsv4c.ops import sparse_attention as _sparse_attention
 from dsv4c.ops import sparse_attention_derotated as _sparse_attention_derotated
 from dsv4c.ops import swiglu_clamp as _swiglu_clamp
+from dsv4c.ops import triton as _triton
 from dsv4c.ops.precision import no_autocast
 
 _on_reference = os.environ.get("DSV4_OPS", "") == "reference"
@@ -105,6 +106,8 @@ indexer_select = _indexer_select.indexer_select
 sparse_attention_derotated = _sparse_attention_derotated.sparse_attention_derotated
 indexer_distillation = _indexer_distillation.indexer_distillation
 hc_post_pre = _hc_post_pre.hc_post_pre
+
+_triton.register()
 
 __all__ = [
     "compress",

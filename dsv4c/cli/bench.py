@@ -89,6 +89,26 @@ def _operator_row(r: dict[str, Any]) -> tuple[str, ...]:
     return (*cells, f"{floor['ratio']:.2f}x {floor['name']}" if floor else "")
 
 
+@app.command()
+def memory(
+    preset: Annotated[str, typer.Option(help="Widths of the layer.")] = "small",
+    seq_len: Annotated[list[int] | None, typer.Option(help="Tokens in a row; repeat. [default: 1K, 2K, 4K, 8K]")] = None,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Peak memory of a CSA layer, forward and backward, against the length of the row, and a straight line through it."""
+    from dsv4c.bench.memory import memory_growth
+
+    lengths = seq_len or [1024, 2048, 4096, 8192]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        r = memory_growth(preset, lengths=lengths, progress=progress)
+    rows = [(f"{n:,}", f"{peak / 1e6:,.1f}") for n, peak in zip(lengths, r["peak_bytes"], strict=True)]
+    rows.append(("line", f"{r['bytes_at_zero'] / 1e6:,.2f} MB + {r['bytes_per_token'] / 1e3:,.1f} kB a token"))
+    rows.append(("furthest from the line", f"{r['deviation']:.2%}"))
+    rows.append(("share of a square term", f"{r['square']:.2%}"))
+    _finish(r, as_json, save, rows, (f"{preset}: tokens", "peak MB"))
+
+
 @app.command(name="compile")
 def compile_(
     preset: Annotated[str, typer.Option(help="Model size.")] = "tiny",

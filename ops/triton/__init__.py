@@ -1,8 +1,8 @@
 """Triton kernels of the operators, for CUDA and ROCm devices (torch calls both "cuda").
 
 A module of this package is imported when its kernel is first needed: importing the operators does not import Triton.
-:func:`register` makes the kernels of the table what the dispatcher calls for tensors on such a device; until it is
-called, operators run on a GPU as the plain torch of their CPU kernels.
+Importing them does make the kernels of the table what the dispatcher calls for tensors on such a device.  They agree with
+the references under Triton's interpreter and compile for gfx942 and gfx950; no GPU has run them yet.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from dsv4c.errors import ConfigError
 
 # operator, which stands in dsv4c.ops.<second>, and the module here that holds its kernel under the operator's name
 KERNELS = (
@@ -47,21 +49,25 @@ KERNELS = (
 
 
 def register() -> None:
-    """Makes the dispatcher call these kernels for tensors on a GPU.
-
-    Not done on import: the kernels agree with the references under Triton's interpreter and compile for gfx942 and gfx950,
-    and no GPU has run them yet.
-    """
+    """Makes the dispatcher call these kernels for tensors on a GPU."""
     for name, defined_in, module in KERNELS:
         operator = getattr(import_module(f"dsv4c.ops.{defined_in}"), name)
         operator.register_kernel("cuda")(device_kernel(name, module, operator._init_fn))
 
 
 def device_kernel(name: str, module: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator on a GPU: the Triton kernel, or plain torch for fp64, which the kernels do not compute in."""
+    """The operator on a GPU: the Triton kernel, or plain torch for fp64, which the kernels do not compute in.
+
+    Raises ConfigError for attention and indexer in fp64: what they do on a CPU is no plain torch.
+    """
 
     def kernel(*args: Any) -> Any:
         if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args):
+            if name.startswith(("sparse_attention", "indexer_select")):
+                raise ConfigError(
+                    f"dsv4::{name} has no fp64 kernel for a GPU", where=str(args[0].device), allowed="fp32, bf16, fp16",
+                    do="use fp32, or set DSV4_OPS=reference",
+                )  # fmt: skip
             return plain(*args)
         return getattr(import_module(f"{__name__}.{module}"), name)(*args)
 

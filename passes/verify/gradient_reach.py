@@ -51,7 +51,8 @@ def check(subject: Subject) -> Iterator[Checked | Violation]:
                 hint=f"look for a detach, no_grad, .data or integer step between {lacking[0]} and the loss; "
                 f"{name} trains {_some(trained) if trained else 'nothing'}",
             )  # fmt: skip
-        for pattern in policy.unmatched([*names, *subject.frozen]):
+        # A backward graph on its own holds only what was saved for it.
+        for pattern in policy.unmatched([*names, *subject.frozen]) if subject.stage == "joint" else ():
             yield violation(
                 NAME, f"the policy of {name} requires {pattern!r}, and no parameter has such a name", output,
                 hint="correct the pattern, or build the module that it means",
