@@ -41,15 +41,17 @@ NAME = "fp32-islands"
 
 # Arguments of operators that have to be exact, with what they are.
 OPERANDS: dict[str, dict[str, str]] = {
-    "dsv4.hc_pre": {"fn": "fn of a hyper-connection", "base": "base of a hyper-connection", "scale": "its scale"},
-    "dsv4.hc_post": {"post": "post", "comb": "comb"},
     "dsv4.sinkhorn": {"logits": "the logits of the mixing matrix"},
-    "dsv4.compress": {"values": "the compressor's values", "logits": "its gate logits", "ape": "its position bias"},
+    "dsv4.compress": {"values": "the compressor's values", "logits": "its gate logits"},
     "dsv4.indexer_kl": {"target": "the teacher", "scores": "the indexer's scores"},
     "dsv4.swiglu_clamp": {"weight": "the routing weights"},
 }
-# Arguments that mean the same in every operator that has them.
-EVERYWHERE = {"sink": "the attention sink", "cos": "the table of cosines", "sin": "the table of sines", "ape": "ape"}
+# Arguments that mean the same in every operator that has them, fused ones included.
+EVERYWHERE = {
+    "fn": "fn of a hyper-connection", "base": "base of a hyper-connection", "scale": "scale of a hyper-connection",
+    "post": "post", "comb": "comb", "ape": "the compressor's position bias", "sink": "the attention sink",
+    "cos": "the table of cosines", "sin": "the table of sines",
+}  # fmt: skip
 SOFTMAXES = frozenset({"aten._softmax", "aten.softmax", "aten._safe_softmax", "softmax"})
 LOGARITHMS = frozenset({"aten._log_softmax", "aten.log_softmax", "aten.logsumexp", "log_softmax", "logsumexp"})
 WAVES = frozenset({"aten.cos", "aten.sin", "cos", "sin"})
@@ -153,8 +155,9 @@ def _exp(node: Node) -> Iterator[Violation | None]:
 def _wave(node: Node) -> Iterator[Violation | None]:
     angle = node.all_input_nodes[0]
     last = chain(angle)[-1]
-    for value_ in (angle, *(last.all_input_nodes if op_name(last) in ("aten.mul", "aten.bmm", "aten.mm", "mul") else ())):
-        low = rounded_at(value_) if floating(value_) else None
+    factors = last.all_input_nodes if op_name(last) in ("aten.mul", "aten.bmm", "aten.mm", "mul") else []
+    for factor in (angle, *factors):
+        low = rounded_at(factor) if floating(factor) else None
         if low is not None:
             yield _found(
                 f"rotary angles are computed from {dtype_name(low)} values", low if low.op != "placeholder" else node, node,

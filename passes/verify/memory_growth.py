@@ -90,10 +90,11 @@ def check(subject: Subject) -> Iterator[Checked | Violation]:
     if not names:
         return
     chosen, width = _selection(subject)
+    selected = _made_of_ids(subject)
     bad: set[str] = set()
     for tensor in written(subject):
         fast = [s for s in tensor.elements.free_symbols if s in names and _doubles(tensor.elements, s) > 3]
-        gathered = not fast and _per_query(tensor, names, chosen, width)
+        gathered = not fast and tensor.node in selected and _per_query(tensor, names, chosen, width)
         if not fast and not gathered:
             yield Checked(f"{tensor.node.name}:{tensor.elements}")
             continue
@@ -119,6 +120,21 @@ def _selection(subject: Subject) -> tuple[int, int]:
         if isinstance(ids, Tensor) and isinstance(ids.shape[-1], int):
             return int(ids.shape[-1]), min(map(int, widths))
     return 0, 0
+
+
+def _made_of_ids(subject: Subject) -> set[Node]:
+    """What is computed from the selected ids outside our operators: only there can K vectors a query come from a gather.
+
+    Sizes alone do not tell: K may be the number of residual streams.
+    """
+    seen: set[Node] = set()
+    waiting = list(find(subject.graph.graph, "dsv4.indexer_topk", "dsv4.indexer_topk_backward"))
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in seen and not op_name(user).startswith("dsv4."):
+                seen.add(user)
+                waiting.append(user)
+    return seen
 
 
 def _per_query(tensor: Written, names: Mapping[sympy.Symbol, str], chosen: int, width: int) -> bool:

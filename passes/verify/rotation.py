@@ -209,6 +209,8 @@ def _wrong_positions(reader: _Reader, found: Table, own: Table, core: Node) -> t
         )  # fmt: skip
     ratio, entry_end = int(argument(core, "ratio")), argument(core, "entry_end")
     hint = f"gather the positions at entry_end - {ratio} + 1, the first token of the window"
+    if reader.values.same(at, queries):
+        return None, "are rotated by the tokens' table", hint
     if op_name(at) != "aten.gather":
         counted = op_name(_shifted(at)[0]) == "aten.arange"
         where = "at their index among the entries" if counted else "at positions that are not gathered from the tokens'"

@@ -103,7 +103,8 @@ ROTATIONS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the indexer's keys take the tokens' table", Indexer.forward,
-        ((_K, _K.replace("at.entry_cos, at.entry_sin", "at.cos, at.sin")),), "rotation", "", "indexer: keys",
+        ((_K, _K.replace("at.entry_cos, at.entry_sin", "at.cos, at.sin")),), "rotation",
+        "k = rotate(self.compressor", "by the tokens' table",
     ),
     Mutant(
         "the teacher sees queries without positions", Attention.forward,

@@ -119,6 +119,11 @@ def test_a_loss_in_bf16_is_reported() -> None:
     assert low == ["the loss loss is bfloat16"]
 
 
+def test_what_a_region_hands_on_is_no_loss() -> None:
+    subject = joint(lambda m, x: {"streams": m.a(x)}, {"streams": Reach()}, dtype=bf16, a=nn.Linear(4, 4))
+    assert found(subject, RULE) == []
+
+
 def test_parameters_that_stay_in_fp32_are_stored_and_used_so() -> None:
     def formula(m: Any, x: Tensor) -> dict[str, Tensor]:
         return {"loss": F.linear(x.float(), m.a.weight.to(x.dtype).float()).sum()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,11 @@ def test_an_objective_that_misses_what_it_has_to_train_is_reported() -> None:
 def test_a_policy_that_matches_nothing_is_reported() -> None:
     (message,) = found(two(lambda m, x: {"loss": m.a(x).sum()}, loss=Reach(must=("c.*",))), RULE)
     assert message == "the policy of loss requires 'c.*', and no parameter has such a name"
+
+
+def test_a_backward_graph_holds_only_the_parameters_that_were_saved_for_it() -> None:
+    subject = two(lambda m, x: {"loss": m.a(x).sum()}, loss=Reach(must=("c.*",)))
+    assert found(replace(subject, stage="backward"), RULE) == []
 
 
 def test_losses_that_are_summed_inside_cannot_be_told_apart() -> None:
