@@ -113,9 +113,9 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], dynamic: Mapping[int,
     """The joint graph of a module that returns a dict of tensors, nested dicts flattened to ``outer.inner``.
 
     Dynamo traces it first, so that every node, forward and backward, carries the user's source line and module path.
-    ``dynamic``: argument index -> dimensions that stay symbolic (torch's cache of fake tensors is off then: with symbolic sizes
-    its keys cost more than the tensors).  Raises UserWarning as an error where an operator has no
-    gradient on the device (on meta, composite operators with a kernel of their own): the graph would lack an edge.
+    ``dynamic``: argument index -> dimensions that stay symbolic; torch's cache of fake tensors is off then, because with
+    symbolic sizes its keys cost more than the tensors.  Raises UserWarning as an error where an operator has no gradient on
+    the device (on meta, composite operators with a kernel of their own): the graph would lack an edge.
     """
     for index, dims in (dynamic or {}).items():
         for dim in dims:

@@ -37,7 +37,7 @@ log = logging.getLogger("dsv4c.passes")
 REFUSED = {"fullgraph": "regions are always compiled whole: a graph break would hide part of the model from every pass"}
 TRUNK = Reach(never=("*.indexer.*",))  # of an output that is no objective: nothing but its own loss trains the indexer
 ROUTER = "*ffn.gate.weight"  # in a region, and in a whole model
-KINDS = (".embed.", ".attn.", ".indexer.", ".compressor.", ".e_proj.", ".tid2eid")  # what tells one kind of layer from another
+KINDS = (".embed.", ".attn.", ".indexer.", ".compressor.", ".e_proj.", ".tid2eid")  # what tells kinds of layers apart
 NAMES = {"default": DEFAULT, "verify": Passes(only=("verify", "verify-generated"))}
 
 
