@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,10 +40,10 @@ def flash_depth(config: ModelConfig) -> ModelConfig:
     )
 
 
-def _step(config: ModelConfig) -> TrainStep:
+def _step(config: ModelConfig, **options: Any) -> TrainStep:
     torch.manual_seed(0)
     model = DeepseekV4(config)
-    return TrainStep(model, build_optimizer(model, OptimConfig(lr=1e-3)))
+    return TrainStep(model, build_optimizer(model, OptimConfig(lr=1e-3)), **options)
 
 
 def _batches(config: ModelConfig, seq_len: int, n: int) -> Iterable[dict[str, torch.Tensor]]:
@@ -78,20 +78,47 @@ def depth_ratio(preset: str, *, seq_len: int, progress: Progress | None = None) 
     In wall time and in processor time of this process and its compilers; the ratio is of the latter, because a machine whose
     cores are shared gives the former no meaning.  One compile thread, so that every compiler is a child of this process.
     """
-    base = ModelConfig.preset(preset)
-    flash = flash_depth(base)
-    configs = {"each kind once": each_kind_once(flash), "43 layers": flash}
-    task = progress.add_task("compiling", total=len(configs)) if progress else None
+    flash = flash_depth(ModelConfig.preset(preset))
+    sides = {"each kind once": lambda: _step(each_kind_once(flash)), "43 layers": lambda: _step(flash)}
+    found = _compared(sides, preset, seq_len, progress)
+    return {"bench": "depth_ratio", **found, "ratio": _ratio(found, "43 layers", "each kind once")}
+
+
+def passes_ratio(preset: str, *, seq_len: int, progress: Progress | None = None) -> dict[str, Any]:
+    """The same for a preset with every pass and without any, and the share of the passes themselves."""
+    config = ModelConfig.preset(preset)
+    made: list[TrainStep] = []
+
+    def with_passes() -> TrainStep:
+        made.append(_step(config))
+        return made[-1]
+
+    sides = {"without passes": lambda: _step(config, passes="off"), "with passes": with_passes}
+    found = _compared(sides, preset, seq_len, progress)
+    own = sum(r.seconds for region in made[-1].model.compiler.regions for r in region.records)
+    ratio = _ratio(found, "with passes", "without passes")
+    return {"bench": "passes_ratio", **found, "seconds_in_passes": own, "ratio": ratio}
+
+
+def _ratio(found: dict[str, Any], a: str, b: str) -> float:
+    return float(found["processor_seconds"][a] / found["processor_seconds"][b])
+
+
+def _compared(
+    sides: Mapping[str, Callable[[], TrainStep]], preset: str, seq_len: int, progress: Progress | None
+) -> dict[str, Any]:
+    """What each side's first step costs beyond a later one: wall time, processor time, graphs."""
+    task = progress.add_task("compiling", total=len(sides)) if progress else None
     wall: dict[str, float] = {}
     processor: dict[str, float] = {}
     graphs: dict[str, int] = {}
     with inductor_settings(force_disable_caches=True, compile_threads=1):
-        _warm_up_toolchain(base, seq_len)
-        for name, config in configs.items():
+        _warm_up_toolchain(ModelConfig.preset(preset), seq_len)
+        for name, make in sides.items():
             reset_compiler()
-            step = _step(config)
+            step = make()
             laps = []
-            for batch in _batches(config, seq_len, 3):
+            for batch in _batches(step.model.config, seq_len, 3):
                 began, used = time.perf_counter(), _processor_seconds()
                 step.step(batch)
                 laps.append((time.perf_counter() - began, _processor_seconds() - used))
@@ -99,10 +126,7 @@ def depth_ratio(preset: str, *, seq_len: int, progress: Progress | None = None) 
             graphs[name] = compile_counts().graphs
             if progress is not None and task is not None:
                 progress.advance(task)
-    return {
-        "bench": "depth_ratio", "preset": preset, "seq_len": seq_len, "seconds": wall, "processor_seconds": processor,
-        "graphs": graphs, "ratio": processor["43 layers"] / processor["each kind once"],
-    }  # fmt: skip
+    return {"preset": preset, "seq_len": seq_len, "seconds": wall, "processor_seconds": processor, "graphs": graphs}
 
 
 def _processor_seconds() -> float:

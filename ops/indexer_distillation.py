@@ -6,47 +6,14 @@ of its own.  A block of queries goes from logits to gradient while it is in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from dsv4c.ops.indexer_kl import divergence
+from dsv4c.ops.indexer_kl_target import teachers
 from dsv4c.ops.precision import accumulator, no_autocast
-from dsv4c.ops.visibility import NOWHERE, complete_windows, query_blocks, selected_mask
 
-_ROWS = 512  # of logits at a time: they stay in a core's cache until they are summed
 _AT_ONCE = 1 << 15  # elements of the teacher, or up to a block more, that the tail takes from the cache
-
-
-def teachers(
-    q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | None, scale: float, ratio: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Of one block of queries after the other its end, and its T [B,T,K] (:mod:`dsv4c.ops.indexer_kl_target`)."""
-    acc = accumulator(q, entries)
-    batch, n_tokens, heads, width = q.shape
-    blocks = query_blocks(n_tokens, heads, _ROWS)
-    space = torch.empty(batch * blocks[0][1] * heads * entries.shape[1] if blocks else 0, dtype=acc, device=q.device)
-    for first, last in blocks:
-        chosen, n = ids[:, first:last], complete_windows(last, ratio, entries.shape[1])
-        if n == 0:
-            yield last, torch.zeros(chosen.shape, dtype=acc, device=q.device)
-            continue
-        queries, keys = q[:, first:last].to(acc).reshape(batch, -1, width), entries[:, :n].to(acc).mT
-        z = space[: batch * (last - first) * heads * n].view(batch, -1, n)
-        torch.baddbmm(z, queries, keys, beta=0, alpha=scale, out=z)
-        z = z.view(batch, last - first, heads, n)
-        if lse is None:
-            z.masked_fill_(~selected_mask(chosen.clamp(max=n), n)[:, :, None, :], NOWHERE)
-            # A row without entries has no finite logit; zero in place of its -inf maximum keeps NaN out.
-            full = z.logsumexp(-1).nan_to_num_(neginf=0.0)
-        else:
-            full = lse[:, first:last].to(acc)
-        # The mass of an entry that was not selected may be infinite: it is not looked at.
-        mass = z.sub_(full[..., None]).exp_().sum(2)
-        picked = mass.gather(-1, chosen.clamp(0, n - 1)).masked_fill_((chosen < 0) | (chosen >= n), 0.0)
-        picked /= picked.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        yield last, picked
 
 
 def plain(

@@ -7,6 +7,8 @@ teacher was made of.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,36 @@ from dsv4c.ops.precision import accumulator, no_autocast
 from dsv4c.ops.visibility import NOWHERE, complete_windows, query_blocks, selected_mask
 
 _ROWS = 512  # of logits at a time: they stay in a core's cache until they are summed
+
+
+def teachers(
+    q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | None, scale: float, ratio: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Of one block of queries after the other its end, and its T [B,T,K]."""
+    acc = accumulator(q, entries)
+    batch, n_tokens, heads, width = q.shape
+    blocks = query_blocks(n_tokens, heads, _ROWS)
+    space = torch.empty(batch * blocks[0][1] * heads * entries.shape[1] if blocks else 0, dtype=acc, device=q.device)
+    for first, last in blocks:
+        chosen, n = ids[:, first:last], complete_windows(last, ratio, entries.shape[1])
+        if n == 0:
+            yield last, torch.zeros(chosen.shape, dtype=acc, device=q.device)
+            continue
+        queries, keys = q[:, first:last].to(acc).reshape(batch, -1, width), entries[:, :n].to(acc).mT
+        z = space[: batch * (last - first) * heads * n].view(batch, -1, n)
+        torch.baddbmm(z, queries, keys, beta=0, alpha=scale, out=z)
+        z = z.view(batch, last - first, heads, n)
+        if lse is None:
+            z.masked_fill_(~selected_mask(chosen.clamp(max=n), n)[:, :, None, :], NOWHERE)
+            # A row without entries has no finite logit; zero in place of its -inf maximum keeps NaN out.
+            full = z.logsumexp(-1).nan_to_num_(neginf=0.0)
+        else:
+            full = lse[:, first:last].to(acc)
+        # The mass of an entry that was not selected may be infinite: it is not looked at.
+        mass = z.sub_(full[..., None]).exp_().sum(2)
+        picked = mass.gather(-1, chosen.clamp(0, n - 1)).masked_fill_((chosen < 0) | (chosen >= n), 0.0)
+        picked /= picked.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        yield last, picked
 
 
 @torch.library.custom_op("dsv4::indexer_kl_target", mutates_args=())
@@ -27,30 +59,11 @@ def indexer_kl_target(q: Tensor, entries: Tensor, ids: Tensor, lse: Tensor | Non
     Returns T [B,S,K] fp32 (fp64 for fp64 inputs): rows sum to 1, a row without entries is zero.
     """
     with no_autocast(q):
-        acc = accumulator(q, entries)
-        batch, n_tokens, heads, width = q.shape
-        target = torch.zeros(ids.shape, dtype=acc, device=q.device)
-        blocks = query_blocks(n_tokens, heads, _ROWS)
-        space = torch.empty(batch * blocks[0][1] * heads * entries.shape[1] if blocks else 0, dtype=acc, device=q.device)
-        for first, last in blocks:
-            n = complete_windows(last, ratio, entries.shape[1])
-            if n == 0:
-                continue
-            queries, keys = q[:, first:last].to(acc).reshape(batch, -1, width), entries[:, :n].to(acc).mT
-            z = space[: batch * (last - first) * heads * n].view(batch, -1, n)
-            torch.baddbmm(z, queries, keys, beta=0, alpha=scale, out=z)
-            z, chosen = z.view(batch, last - first, heads, n), ids[:, first:last]
-            if lse is None:
-                z.masked_fill_(~selected_mask(chosen.clamp(max=n), n)[:, :, None, :], NOWHERE)
-                # A row without entries has no finite logit; zero in place of its -inf maximum keeps NaN out.
-                scale_row = z.logsumexp(-1).nan_to_num(neginf=0.0)
-            else:
-                scale_row = lse[:, first:last].to(acc)
-            # The mass of an entry that was not selected may be infinite: it is not looked at.
-            mass = z.sub_(scale_row[..., None]).exp_().sum(2)
-            picked = mass.gather(-1, chosen.clamp(0, n - 1)).masked_fill_((chosen < 0) | (chosen >= n), 0.0)
-            picked /= picked.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            target[:, first:last] = picked
+        target = torch.empty(ids.shape, dtype=accumulator(q, entries), device=q.device)
+        first = 0
+        for last, block in teachers(q, entries, ids, lse, scale, ratio):
+            target[:, first:last] = block
+            first = last
         return target
 
 

@@ -115,27 +115,30 @@ def compile_(
     seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 64,
     steps: Annotated[int, typer.Option(help="Steps after the first.")] = 20,
     depth: Annotated[bool, typer.Option("--depth/--no-depth", help="Also compile Flash's 43 layers.")] = True,
+    passes: Annotated[bool, typer.Option("--passes/--no-passes", help="Also compile with and without passes.")] = True,
     as_json: Json = False,
     save: Save = None,
 ) -> None:
     """Graph breaks and recompiles over a run; compile time of 43 layers against each kind once."""
-    from dsv4c.bench.compile_time import depth_ratio, stays_compiled
+    from dsv4c.bench.compile_time import depth_ratio, passes_ratio, stays_compiled
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         result = stays_compiled(preset, seq_len=seq_len, steps=steps, progress=progress)
         if depth:
             result |= {"depth": depth_ratio(preset, seq_len=seq_len, progress=progress)}
+        if passes:
+            result |= {"passes": passes_ratio(preset, seq_len=seq_len, progress=progress)}
     rows = [
         ("graphs compiled", str(result["graphs"])),
         (f"graph breaks over {steps} steps", str(result["graph_breaks"])),
         (f"recompiles over {steps} steps", str(result["recompiles"])),
     ]
-    if depth:
-        d = result["depth"]
+    for d in (result[key] for key in ("depth", "passes") if key in result):
         for n, s in d["seconds"].items():
             cell = f"{s:.1f} s, {d['processor_seconds'][n]:.1f} s of processor time, {d['graphs'][n]} graphs"
             rows.append((f"compile, {n}", cell))
-        rows.append(("43 layers / each kind once", f"{d['ratio']:.2f}"))
+        below, above = d["seconds"]
+        rows.append((f"{above} / {below}", f"{d['ratio']:.2f}"))
     _finish(result, as_json, save, rows, (f"{preset}, S={seq_len}", ""))
     if result["graph_breaks"] or result["recompiles"]:
         raise typer.Exit(1)

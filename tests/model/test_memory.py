@@ -49,7 +49,7 @@ def test_the_measure_sees_inside_operators(monkeypatch: pytest.MonkeyPatch, name
     # the property above can fail: an operator that takes all its queries in one block is seen
     module = sys.modules[f"dsv4c.ops.{name}"]
     monkeypatch.setattr(module, "query_blocks", lambda n_queries, *_: [(0, n_queries)])
-    monkeypatch.setattr(module, "_QUERIES", 512, raising=False)  # for which the indexer reserves its space
+    monkeypatch.setattr(module, "QUERIES", 512, raising=False)  # for which the indexer reserves its space
     n_keys = 512 + 128 if name == "sparse_attention" else 128
     assert largest_allocation.__wrapped__("csa", 512) >= 4 * HEADS * 512 * n_keys
 
