@@ -14,12 +14,8 @@ from rich.table import Table
 
 from dsv4c.passes.verify import RULES, Report
 from tests.passes.verify.mutants_gradients import MUTANTS as GRADIENTS
+from tests.passes.verify.mutants_numerics import MUTANTS as NUMERICS
 from tests.passes.verify.mutation import Mutant, source_line, verdict
-
-try:
-    from tests.passes.verify.mutants_numerics import MUTANTS as NUMERICS
-except ModuleNotFoundError:
-    NUMERICS = ()
 
 MUTANTS = (*GRADIENTS, *NUMERICS)
 ROWS: list[tuple[str, str, str, str]] = []

@@ -14,9 +14,16 @@ from dsv4c import Reach, verify_graph
 from dsv4c.errors import ConfigError
 from dsv4c.passes.verify import Subject, verify
 from tests.passes.verify.graphs import bf16, f32, found, joint, tensor, traced
+from tests.passes.verify.right_models import every_right_model, is_proved, right
 
 RULE = "router-fp32"
 N, D, E = 8, 16, 4
+
+
+@every_right_model
+def test_right_models_are_proved(name: str) -> None:
+    routers = sum(n.endswith("ffn.gate.weight") for n in (*right(name).parameters, *right(name).frozen))
+    assert is_proved(name, RULE) == 2 * routers > 0  # each weight, and the operator that it decides in
 
 
 def messages(function: Callable[..., Any], *more: Tensor, weight: torch.dtype = bf16) -> list[str]:
