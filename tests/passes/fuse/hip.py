@@ -19,6 +19,7 @@ import torch
 import torch._inductor.async_compile
 import torch._inductor.config
 import torch._inductor.graph
+import torch.utils._triton
 from torch import Tensor
 from torch._inductor import metrics
 from torch._inductor.compile_fx import compile_fx_inner
@@ -131,7 +132,16 @@ def _no_gpu_needed(arch: str) -> Iterator[None]:
         stack.enter_context(torch._inductor.config.patch(force_disable_caches=True, compile_threads=1))
         before = driver.__dict__.get("_active")
         driver.set_active(active)
+        _forget_what_there_is()
         try:
             yield
         finally:
             driver.__dict__["_active"] = before
+            _forget_what_there_is()
+
+
+def _forget_what_there_is() -> None:
+    """torch remembers whether there is a Triton that works."""
+    for function in vars(torch.utils._triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()

@@ -99,7 +99,8 @@ def test_written_out_again_the_graph_is_what_it_was(kind: str) -> None:
     after = operators(again.graph)
     ours = {k for k in before | after if k.startswith("dsv4.") and k not in ("dsv4.hadamard", "dsv4.rope")}
     assert {k: after[k] for k in ours} == {k: before[k] for k in ours}
-    assert_equal(run(again, model), expected, 1e-10)
+    # The output is rotated once more and back: in fp32 tables cos^2 + sin^2 is 1 to 1e-7 only.
+    assert_equal(run(again, model), expected, 1e-6)
     assert expanded(again) is again
 
 
