@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable
 
 import pytest
@@ -13,7 +14,9 @@ import dsv4c
 from dsv4c import DeepseekV4, ModelConfig, TrainStep, compile_model
 from dsv4c.errors import DataError
 
-NAMES = ("ModelConfig", "DeepseekV4", "TrainStep", "compile_model")
+NAMES = (
+    "ModelConfig", "DeepseekV4", "TrainStep", "compile_model", "verify_model", "verify_module", "verify_graph", "Reach",
+)  # fmt: skip
 PRESETS = ("tiny", "small", "flash", "flash-primus", "pro")
 # Objective: the settings that turn it off, and the metrics that go with it.
 OFF = {
@@ -165,9 +168,31 @@ def test_targets_are_already_shifted_and_minus_100_is_ignored(model, batch):
 
 
 def test_compile_model_takes_passes_and_regions_and_gives_the_model_back():
-    assert {"model", "regional"} <= set(keywords(compile_model))
+    assert {"model", "passes", "regional"} <= set(keywords(compile_model))
     model = DeepseekV4(ModelConfig.preset("tiny"))
     assert compile_model(model, backend="eager") is model
+
+
+def test_verification_takes_what_it_is_documented_to_take_and_reports():
+    assert {"seq_len", "batch_size", "rules"} <= set(keywords(dsv4c.verify_model))
+    assert {"module", "args", "policy", "rules"} <= set(keywords(dsv4c.verify_module))
+    assert {"gm", "rules", "router"} <= set(keywords(dsv4c.verify_graph))
+    assert {"may", "must"} <= set(keywords(dsv4c.Reach))
+
+    class Squares(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"first": self.b(self.a(x)).square().sum()}
+
+    report = dsv4c.verify_module(Squares(), (torch.ones(1, 2),), {"first": dsv4c.Reach(may=("b.*",), must=("b.*",))})
+    assert not report.ok
+    found = report.violations[0]
+    assert found.rule == "gradient-reach" and "a.weight" in found.message
+    assert found.source.rpartition(":")[0] == __file__ and found.node and found.path and found.hint
+    assert json.loads(report.to_json())["ok"] is False
 
 
 def test_a_train_step_takes_batches_and_returns_floats(batch):
