@@ -55,13 +55,15 @@ class Region:
     records: tuple[Record, ...]
 
     def __str__(self) -> str:
-        proved = f"proved by {len(self.rules)} rules" if self.rules else "NOT verified"
-        if self.cached:
-            return f"{self.name}: {proved}, found in the cache under {self.identity[:12]}"
-        fused = [
-            f"{r.name} {max(r.matches.values())}x" for r in self.records if r.kind == "fuse" and any(r.matches.values())
-        ]
-        return f"{self.name}: {proved}; {', '.join(fused) or 'nothing to fuse'}"
+        if not self.rules:
+            proved = "NOT verified"
+        elif self.cached:
+            return f"{self.name}: in the cache, proved there by {len(self.rules)} rules, identity {self.identity[:12]}"
+        else:
+            places = sum(sum(r.matches.values()) for r in self.records if r.name == "verify")
+            proved = f"{len(self.rules)} rules hold at {places:,} places"
+        fired = {r.name: max(r.matches.values()) for r in self.records if r.kind == "fuse" and any(r.matches.values())}
+        return f"{self.name}: {proved}; {', '.join(f'{name} {n}x' for name, n in fired.items()) or 'nothing to fuse'}"
 
 
 @dataclass

@@ -266,7 +266,7 @@ class Run:
         with (self.out / PASSES).open("a", encoding="utf-8") as file:
             for region in new:
                 file.write(json.dumps({"step": step} | asdict(region)) + "\n")
-                self.console.print(f"  {region}", highlight=False)
+                self.console.print(f"  {region}", highlight=False, soft_wrap=True)
 
     def _log(self, log: RunLog, done: int, result: dict[str, float], lr: float, stage: Stage) -> dict[str, Any]:
         names = self.model.objectives

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dsv4c import DeepseekV4, ModelConfig, compile_model, ops
-from dsv4c.compile.backend import Backend
+from dsv4c.compile.backend import Backend, Region
 from dsv4c.errors import ConfigError, FusionError, VerifyError
 from dsv4c.model.attention import Attention
+from dsv4c.passes.base import Record
 from dsv4c.passes.manager import PIPELINE, Passes
 from dsv4c.torch_compat import inductor_settings, prepare_compiler, reset_compiler
 from dsv4c.train.optim import OptimConfig, build_optimizer
@@ -125,6 +126,16 @@ def test_a_pass_that_there_is_not_is_refused_before_anything_is_compiled(given: 
     with pytest.raises(ConfigError, match="there is no pass") as error:
         compile_model(DeepseekV4(ModelConfig.preset("tiny")), passes=Passes(**given))
     assert all(p.name in str(error.value) for p in PIPELINE)
+
+
+def test_a_region_says_on_how_many_places_its_verdict_stands_and_that_there_is_none() -> None:
+    verified = Record(1, "csa", "joint", "verify", "verify", 0.1, {"rotation": 8, "scales": 15}, {})
+    fused = Record(2, "csa", "joint", "derotation", "fuse", 0.1, {"forward": 1, "backward": 1}, {})
+    assert str(Region("csa", "0123", ("rotation", "scales"), False, (verified, fused))) == (
+        "csa: 2 rules hold at 23 places; derotation 1x"
+    )
+    assert str(Region("csa", "0123", ("rotation",), True, ())) == "csa: in the cache, proved there by 1 rules, identity 0123"
+    assert str(Region("csa", "0123", (), False, (fused,))) == "csa: NOT verified; derotation 1x"
 
 
 def test_only_skip_and_until_choose_among_the_passes() -> None:
