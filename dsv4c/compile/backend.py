@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,14 +45,15 @@ NAMES = {"default": DEFAULT, "verify": Passes(only=("verify", "verify-generated"
 class Region:
     """The verdict on one compiled graph.
 
-    ``cached``: it was found in Inductor's cache under ``identity``, under which these rules had proved it.
+    ``cached``: it was found in Inductor's cache under ``identity``, under which these rules had proved it.  ``records``
+    grows when the backward graph is compiled, which torch puts off until it is needed.
     """
 
     name: str
     identity: str
     rules: tuple[str, ...]
     cached: bool
-    records: tuple[Record, ...]
+    records: Sequence[Record]
 
     def __str__(self) -> str:
         if not self.rules:
@@ -97,7 +98,7 @@ class Backend:
             module, inputs, joint=applied(False), generated=applied(True), identity=key, options=settings
         )  # fmt: skip
         rules = tuple(RULES) if self.passes.verifies else ()
-        self.regions.append(Region(name, key, rules, not records, tuple(records)))
+        self.regions.append(Region(name, key, rules, not records, records))
         if not records and self.passes.chosen():
             log.info("%s: from the cache, identity %s, proved by %s", name, key, ", ".join(rules) or "no rule")
         return compiled
