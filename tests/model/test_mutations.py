@@ -124,7 +124,7 @@ MUTANTS: dict[str, Mutant] = {
         test_gradient_topology.test_the_teacher_is_handed_constants, "monkeypatch",
     ),
     "scores without relu (B16)": mutant(
-        ops._indexer_topk.indexer_topk, ".relu_()", "", test_indexer.test_relu_is_taken_per_head
+        _topk_op.choose, ".relu_()", "", test_indexer.test_relu_is_taken_per_head
     ),
     "the teacher ignores window and sink (B21)": mutant(
         Attention.report, 'lse if self.target == "joint" else None', "None",
